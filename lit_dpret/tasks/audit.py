@@ -1,7 +1,7 @@
 """`task=audit`: measure the canaries of a run, and whether they contradict its claim.
 
-It computes from the trained model and from planted secrets: post-processing, which may stand on the card. Files with
-single canaries and generated queries are internal: under a broken guarantee they may hold private texts.
+It uses only the trained model and planted secrets: this is post-processing, so the results may go on the card. Files
+with single canaries and generated queries are internal: under a broken guarantee they may contain private texts.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Settings for measuring canaries; a dual encoder draws nothing, and judges pairs."""
+    """Settings for measuring canaries; for a dual encoder, pairs are scored and nothing is drawn."""
 
-    draws: int = 20  # queries that are drawn for each canary's passage
+    draws: int = 20  # queries drawn for each canary's passage
     # top_p, temperature, max_new_tokens: Of those draws; take the settings of the release.
     top_p: float = 0.8
     temperature: float = 1.0
     max_new_tokens: int = 32
-    span: Span = "secret"  # what a candidate is judged by: the ``secret`` alone, or the whole ``query``
+    span: Span = "secret"  # the part of a candidate that is scored: the ``secret`` alone, or the whole ``query``
 
     def __post_init__(self) -> None:
         if self.draws < 1:
@@ -70,7 +70,7 @@ class Measurement:
         return Decoding(top_p=self.top_p, temperature=self.temperature, max_new_tokens=self.max_new_tokens)
 
     def of(self, model: Path, canaries: Sequence[Canary], *, seed: int) -> list[dict[str, Any]]:
-        """Return ``score`` and ``leak`` of each canary as JSON values; the leaks of a dual encoder are of no draw."""
+        """Return ``score`` and ``leak`` of each canary as JSON values; a dual encoder has leaks of zero draws."""
         if not is_generator(model):
             towers = load_towers(model)
             with ProgressLine("scoring canaries") as progress:
@@ -89,7 +89,9 @@ class Measurement:
 def limits_by_copies(
     card: Mapping[str, Any], ledger: Path, measure: Measurement, *, copies: Sequence[int], candidates: int
 ) -> dict[int, Limits]:
-    """Return by copies the limits that a card's ledger sets for secrets; trivial where a group has no bound."""
+    """Return, by number of copies, the limits that a card's ledger sets for secrets; trivial for groups without a
+    bound.
+    """
     claim = card["claim"]
     if claim["guarantee"] != "dp":
         return {}
@@ -115,7 +117,7 @@ _OF_A_BOUND = ("eps_lower", "delta", "confidence", "method", "assumption")
 
 
 class Audit:
-    """Score the canaries of a finished run, rank them, draw queries for them; bound epsilon, and amend the card."""
+    """Score and rank the canaries of a finished run, draw queries for them, bound epsilon, and amend the card."""
 
     def __init__(self, *, run: str | Path, measure: Measurement, card: bool = True, min_free_mb: float = 50) -> None:
         self.run_folder, self.measure, self.card, self.min_free_mb = Path(run), measure, card, min_free_mb
@@ -135,7 +137,7 @@ class Audit:
         law: dict[str, Any] = {"delta": claim["delta"], "neighbours": claim["neighbours"]} if claimed else {}
         tossed = {one["score"]["copies"] for one in found if not one["score"]["included"]}
         planted = [Outcome.of(0, one["score"], one["leak"]) for one in found if one["score"]["included"]]
-        tables = 2 if tossed else 1  # the error of a contradiction is for ranks and coins together
+        tables = 2 if tossed else 1  # ranks and coins share the error of a contradiction
         cells = cells_of(planted, candidates=candidates, limits=limits, tables=tables, **law) if planted else []
         sure = 1 - ALARM / (2 * max(1, len(tossed)))
         coins, surely = (self._coins(found, law.get("delta", 0.0), level) for level in (0.95, sure))
@@ -197,7 +199,7 @@ class Audit:
                 f"{path} does not hold the canaries that the ledger of this run says were planted: its SHA-256 is not "
                 "the one on the card. An audit with secrets that were chosen afterwards proves nothing."
             )
-        check_artefact(self.run_folder / MODEL_FOLDER, card)  # what is found is written on it
+        check_artefact(self.run_folder / MODEL_FOLDER, card)  # the findings are written onto its card
         return card, canaries
 
     def _coins(self, found: Sequence[dict[str, Any]], delta: float, confidence: float) -> list[Evidence]:
@@ -205,7 +207,7 @@ class Audit:
         for copies in sorted({one["score"]["copies"] for one in found}):
             scores = [one["score"] for one in found if one["score"]["copies"] == copies]
             included = [score["included"] for score in scores]
-            if len(set(included)) == 1:  # without coins all are, and with few of them sometimes none is
+            if len(set(included)) == 1:  # without coins all are included; with few coins sometimes none
                 continue
             values = CanaryScores.of([score["margin"] for score in scores], included)
             evidence.append(one_run_audit(values, delta=delta, copies=copies, confidence=confidence))
@@ -236,7 +238,7 @@ def _candidates(canaries: CanarySet) -> int:
 
 
 def _results(cell: Cell, candidates: int, *, told: bool) -> list[AttackResult]:
-    """Say for the card what a cell says; an untold cell says only what contradicts the claim."""
+    """Return the card's results for a cell; an untold cell reports only contradictions of the claim."""
     what = f"planted secrets ({cell.kind}, secret in the {cell.side})"
     common: dict[str, Any] = {"n": cell.canaries, "copies": cell.copies}
     surely = [_excess_result(one, f"{what}, held against the claim", common) for one in cell.excesses]

@@ -42,7 +42,7 @@ _FRACTIONS = {"train": 0.8, "dev": 0.1, "test": 0.1}
 class CheckData(Settings):
     """Read the datamodule's files to the end, collect every problem, and report on their content.
 
-    The report is printed, and written into the run folder for its owner alone; its name says that it is private.
+    The report is printed, and written into the run folder, readable by its owner alone; its name marks it private.
     """
 
     examples: Natural = 5
@@ -100,7 +100,7 @@ class CheckData(Settings):
         if show:
             say(page.removesuffix("\n"))
         if not usable:
-            kinds = ", ".join(problems.counts)  # how many would be a number of the private data
+            kinds = ", ".join(problems.counts)  # their counts would be numbers of the private data
             split = f" task.write_split={self.write_split} was not written." if not_written else ""
             raise DataError(f"{facts['source']} has problems: {kinds}.{split} See {parts.run_dir / PAGE}.")
         return {"problems": float(problems.total)}
@@ -109,7 +109,7 @@ class CheckData(Settings):
         self, parts: Parts, data: Any, readable: Collection | None, log: RecordFile, problems: Problems,
         facts: dict[str, Any],
     ) -> tuple[Any, Collection]:  # fmt: skip
-        """Write the log without the refused lines; return the DataModule and the collection of what is left."""
+        """Write the log without the refused lines; return the DataModule and the collection of the rest."""
         refused = refused_records(problems.found, log.path)
         if refused is None or readable is None:
             other = next(one for one in problems.found if one.record is None or one.record[0] != str(log.path))
@@ -123,7 +123,7 @@ class CheckData(Settings):
         )  # fmt: skip
         clean: Any = parts.make_datamodule(pairs=str(self.write_clean))
         collection = clean.read_collection()
-        self._examine(parts, clean, collection, problems, facts)  # the report is about what is left
+        self._examine(parts, clean, collection, problems, facts)  # the report covers the remaining records
         return clean, collection
 
     def _log_to_clean(self, data: Any) -> RecordFile | None:
@@ -138,7 +138,7 @@ class CheckData(Settings):
         return check_clean(data.pairs, self.write_clean)
 
     def _read(self, data: TextData, problems: Problems, facts: dict[str, Any]) -> Collection | None:
-        """Everything readable, and every problem; None where there is nothing to examine."""
+        """Return everything readable, noting every problem; None if there is nothing to examine."""
         try:
             columns: dict[str, Any] = getattr(data, "file_columns", dict)()
             facts["columns"] = {part: list(names) for part, names in columns.items()}
@@ -169,9 +169,9 @@ class CheckData(Settings):
         facts["users"] = survey.count_users(collection)
 
     def _offer_split(self, parts: Parts, data: TextData, collection: Collection, facts: dict[str, Any]) -> None:
-        """Split what is unsplit, write it where that is asked for, and say how to train."""
+        """Split unsplit data, write the split if asked, and advise how to train."""
         cap = facts["users"] and facts["users"]["recommended_cap"]
-        # The cap was read off the private rows, and the card of a run that takes it has to say so.
+        # The cap was computed from the private rows, and the card of a run that uses it has to say so.
         chosen = {"datamodule.max_rows_per_unit": str(cap), "callbacks.card.tuning_data": "private"}
         unit = {"privacy.unit": "user", **chosen} if cap else {}
         is_split = set(collection.qrels) != {"train"}
@@ -206,8 +206,8 @@ def _advise(
     facts: dict[str, Any], given: str, data: TextData, collection: Collection, read_by: Mapping[str, str],
     more: Mapping[str, str],
 ) -> None:  # fmt: skip
-    """Add the command that trains, with what this log needs, and what is weak about the default promise for it."""
-    # Whom it protects: users where a cap on their rows is recommended, and train queries otherwise.
+    """Add the training command for this log, with the settings it needs, and the weak points of the default promise."""
+    # The protected units: users if a cap on their rows is recommended, otherwise train queries.
     users = survey.count_users(collection) if facts["users"] and facts["users"]["recommended_cap"] else None
     units = int(users["users"]) if users else len(collection.qrels.get("train", {}))
     delta = 1 / (2 * max(1, units))
@@ -216,7 +216,7 @@ def _advise(
 
 
 def _fitting(data: TextData, units: int, facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return a batch that a log has units for, and a length that cuts few passages."""
+    """Return a batch size that the log has enough units for, and a length that cuts few passages."""
     more = {"hydra.run.dir": "runs/mine"}
     if (batch := fitting_batch(units, asked := getattr(data, "expected_batch_size", None) or 256)) < asked:
         more["datamodule.expected_batch_size"] = str(batch)
@@ -227,7 +227,7 @@ def _fitting(data: TextData, units: int, facts: Mapping[str, Any]) -> dict[str, 
 
 
 def _numbered(data: TextData, facts: Mapping[str, Any]) -> str | None:
-    """Return ``lines`` or ``rows`` for a log without ids of queries, which are called by these; None for others."""
+    """Return ``lines`` or ``rows``, the numbers that name queries in a log without query ids; None for others."""
     read, names = facts.get("columns", {}).get("pairs"), getattr(data, "pair_columns", None)
     if read is None or names is None or names.query_id in read:
         return None
@@ -243,14 +243,14 @@ def _says(data: TextData, name: str) -> bool:
     return bool(getattr(data, name, False))
 
 
-# Settings of a DataModule that stay where its data are read from other files; the others say where the data are.
+# DataModule settings that remain valid when its data are read from other files; the others locate the data.
 _KEPT = {one.name for one in fields(PairsDataModule)} - {
     "folder", "corpus", "queries", "qrels", "pairs", "columns", "repeated_judgements", "passages_are_public",
 }  # fmt: skip
 
 
 def _command(given: str, read_by: Mapping[str, str], more: Mapping[str, str]) -> str:
-    """Return the command that trains: the given one without its task, reading ``read_by`` where that is not empty."""
+    """Return the training command: the given one without its task, reading ``read_by`` if that is not empty."""
     words = words_of(given)
     program = list(takewhile(lambda word: "=" not in word, words))
     shown = list(program)

@@ -137,7 +137,7 @@ class Evolve(SetDrawing):
         self._write(folder, found, passages, writer)
         return self._tell(folder)
 
-    # -- what is refused before anything expensive ---------------------------------------------
+    # -- checks before any expensive work --------------------------------------------------------
 
     def _mode(self, parts: Parts) -> GaussianMode:
         if self.passages_are_public is not True:
@@ -207,7 +207,7 @@ class Evolve(SetDrawing):
     # -- the run -------------------------------------------------------------------------------
 
     def _writer(self, parts: Parts, module: QueryGenerator) -> _Writer:
-        """Save the model where workers find it, and load it as they do."""
+        """Save the model where workers will find it, and load it as they do."""
         place = parts.run_dir / GENERATOR
         module.save_model(place)
         generator = load_generator(place)
@@ -216,21 +216,21 @@ class Evolve(SetDrawing):
             self, "top_p", "temperature", "top_k", "min_new_tokens", "group_size", "precision", "threads", "workers",
         )  # fmt: skip
         how = Generation(seed=parts.seed, max_new_tokens=longest, device=str(device_named(self.device)), **settings)
-        how.decoding()  # refused here, and not after the ledger was begun
+        how.decoding()  # refused here, before the ledger is begun
         return _Writer(place, generator, how)
 
     def _open(
         self, parts: Parts, mode: GaussianMode, data: Any, plan: PrivacyPlan, module: QueryGenerator, writer: _Writer,
         passages: Mapping[str, str], dataset: DatasetLedger | None, *, finished: bool = False,
     ) -> PrivateRun:  # fmt: skip
-        # Compared on resume, one by one; all of it is public.
+        # Public facts, compared one by one on resume.
         facts = {
             "generator": shown(module.pretrained),
             "encoder": shown(self.encoder),
             **picked(self, *_COMPARED),
             **{f"drawn_{name}": value for name, value in drawing_facts(writer.place, passages, writer.how).items()},
         }
-        if finished:  # the machine that asks may be another one
+        if finished:  # this machine may be another one
             records = PrivacyLedger.read(parts.run_dir / LEDGER_NAME).records
             before = next(record["mode_facts"] for record in records if record["kind"] == "plan")
             facts |= {f"drawn_{name}": before.get(f"drawn_{name}") for name in _OF_THE_MACHINE}
@@ -244,7 +244,7 @@ class Evolve(SetDrawing):
         self, run: PrivateRun, plan: PrivacyPlan, writer: _Writer, passages: Mapping[str, str], voters: _Voters,
         reserve: Any,
     ) -> list[Candidate]:  # fmt: skip
-        """Return the last population, which nobody has voted on."""
+        """Return the last population, on which no votes are taken."""
         place = run.ledger.path.parent / GENERATIONS
         untried, drawn = in_turn(passages), Counter[str]()
         kept: list[Candidate] = []
@@ -265,7 +265,7 @@ class Evolve(SetDrawing):
             best = [best[place] for place in at_most([found[index].passage_id for index in best], self.per_passage)]
             best = best[: self.keep][:size]
             kept = [found[index] for index in best]
-            # Nobody votes on the set, so that only what was selected has a say in it.
+            # No votes are taken on the final set, so only selected candidates contribute to it.
             fresh = 0 if last else round(self.fresh * (size - len(kept)))
             key = sha256(f"lit-dpret/evolution\x1f{writer.how.seed}\x1f{step}".encode()).digest()[:8]  # public
             seed = int.from_bytes(key, "big")
@@ -287,7 +287,7 @@ class Evolve(SetDrawing):
     def _untried(
         self, turn: Iterator[str], count: int, passages: Mapping[str, str], held: Sequence[str] = ()
     ) -> list[str]:
-        """Return the passages of the next ``count`` new candidates; fewer where ``task.per_passage`` leaves fewer."""
+        """Return the passages of the next ``count`` new candidates; fewer if ``task.per_passage`` leaves fewer."""
         if self.per_passage is None:
             return list(islice(turn, count))
         found, taken = list[str](), Counter(held)
@@ -303,7 +303,7 @@ class Evolve(SetDrawing):
         self, run: PrivateRun, plan: PrivacyPlan, step: int, folder: Path, found: list[Candidate], voters: _Voters,
         reserve: Any,
     ) -> np.ndarray:  # fmt: skip
-        """Return the noised votes of one generation: those on the disk, where the ledger has released them."""
+        """Return the noised votes of one generation; those on disk if the ledger has already released them."""
         spec = sha256(json.dumps([[each.name, each.text] for each in found]).encode()).hexdigest()
         bins = {"kind": "candidates", "sha256": spec, "encoder": shown(self.encoder)}
         folder.mkdir(parents=True, exist_ok=True)
@@ -397,14 +397,14 @@ def _named(sources: Iterable[str], drawn: Counter[str]) -> list[tuple[str, str]]
 
 @dataclass
 class _Writer:
-    """The public model in its folder, and how it is drawn from."""
+    """The public model in its folder, and the settings for drawing from it."""
 
     place: Path
     generator: GeneratorModel
     how: Generation
 
     def draw(self, folder: Path, texts: Mapping[str, str], label: str) -> list[Candidate]:
-        """Return the candidates of these names, each drawn for its text; what lies in ``folder`` is kept."""
+        """Return the candidates of these names, each drawn for its text; existing results in ``folder`` are kept."""
         if not texts:
             return []
         groups = canonical_groups(self.generator.codec, texts, self.how.group_size)
@@ -427,7 +427,7 @@ class _Writer:
 
 @dataclass
 class _Voters:
-    """The private queries, embedded once and only if votes are asked for."""
+    """The private queries, embedded once and only if votes are requested."""
 
     units: Any
     encoder: str
@@ -445,12 +445,12 @@ class _Voters:
         texts: list[str] = []
         owned: list[list[int]] = []
         for rows in histogram.queries_of(self.units):
-            worded = [row.query for row in rows if row.query.strip()]  # a blanked unit votes for nobody
+            worded = [row.query for row in rows if row.query.strip()]  # a blanked unit casts no vote
             owned.append(list(range(len(texts), len(texts) + len(worded))))
             texts += worded
         tower = load_towers(self.encoder).query_encoder
         with ProgressLine("embedding the private queries") as progress:
             told = progress if self.shows_progress else None
-            # Apart, so that no query decides how another one's embedding is rounded, and with it a vote.
+            # Embedded separately, so that no query affects the rounding of another's embedding, and with it a vote.
             found = tower.encode(texts, "query", apart=True, cache_dir=self.cache_dir, progress=told)
         return tower, owned, found.float().numpy()

@@ -52,7 +52,7 @@ T = TypeVar("T")
 class HubRepository:
     """A repository of models or data sets, which need not exist yet.
 
-    The token is that of ``hf auth login`` or ``HF_TOKEN``, and is written nowhere.
+    The token comes from ``hf auth login`` or ``HF_TOKEN``, and is never written to disk.
     """
 
     name: str
@@ -123,13 +123,14 @@ class Export(Settings):
     """Write ``model/`` from a checkpoint, with a model card and a privacy card; or ``data/`` from a synthetic set.
 
     Guarantees:
-        - A synthetic set goes out only if its card, its files and all that the card was derived from pass the checks of
-          `task=verify`, with the cards and ledgers that those read; what is sent passes them alone.
-        - The privacy card repeats the claim of the run of the checkpoint; a run without a card is refused.
+        - A synthetic set is exported only if its card, its files and everything that the card was derived from pass the
+          checks of `task=verify`. The cards and ledgers that those checks read are included, so the export passes them
+          by itself.
+        - The privacy card repeats the claim of the checkpoint's run; a run without a card is refused.
         - After a failure over private rows nothing is exported.
-        - What proves no guarantee goes to no hub without ``push_without_guarantee``, and nothing goes into a repository
-          that anybody can read without ``push_private=false``.
-        - Nothing in the checkpoint is run: it is read as data, and only classes of this package are built.
+        - Nothing without a proven guarantee goes to a hub without ``push_without_guarantee``, and nothing goes into a
+          public repository without ``push_private=false``.
+        - No code in the checkpoint is run: it is read as data, and only classes of this package are built.
     """
 
     checkpoint: Path | None = None
@@ -170,7 +171,7 @@ class Export(Settings):
         """Write the folder; return its size in bytes."""
         check_run_dir(parts.run_dir, min_free_mb=100)
         new = parts.run_dir / (MODEL_FOLDER if self.data is None else "data")
-        if new.exists():  # what lies there would be handed on, and certified, with what is written now
+        if new.exists():  # its old content would be published, and certified, with the new
             raise ConfigurationError(f"{new} is there already. Export into a new folder: set another hydra.run.dir.")
         if self.data is not None:
             return self._export_data(self.data, new)
@@ -182,7 +183,7 @@ class Export(Settings):
                 f"{run_dir} holds no {CARD_NAME}: the claim of {path.name} would be unknown. Finish the run "
                 "(resume=true), or name a checkpoint inside its run folder as task.checkpoint."
             )
-        run_card = read_card(run_dir / CARD_NAME)  # refused before anything is built
+        run_card = read_card(run_dir / CARD_NAME)  # refused here, before anything is built
         refuse_told_failures(
             run_dir / CARD_NAME, f"task.checkpoint={self.checkpoint}", f"the weights in {run_dir / MODEL_FOLDER}"
         )
@@ -212,7 +213,7 @@ class Export(Settings):
                 description=f"writing the checkpoint {path.name} out as a model folder",
             )
 
-        card_of([], new)  # a card that is out of date is refused before weights lie there without one
+        card_of([], new)  # refuses an outdated card before weights are written without one
         with _beside(new) as folder:
             module.save_model(folder)
             files = [p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")]
@@ -226,7 +227,7 @@ class Export(Settings):
             facts |= {"sides_differ": (folder / "router_config.json").is_file()}
             (folder / "README.md").write_text(render("model_card.md", facts), encoding="utf-8")
             copy_lineage(folder / CARD_NAME, folder / PROVENANCE, near=run_dir / CARD_NAME)
-        if failed := verify_chain(new, self_contained=True).failed:  # a parent that lies elsewhere, say
+        if failed := verify_chain(new, self_contained=True).failed:  # for example, a parent stored elsewhere
             say(
                 f"warning: who gets {new} alone cannot check its card (lit-dpret verify): {failed[0].artefact}, "
                 f"{failed[0].check}: {failed[0].text}"
@@ -234,7 +235,7 @@ class Export(Settings):
         return _handed_on("model", new, hub)
 
     def _hub(self, kind: Literal["model", "dataset"], name: str, guarantee: str) -> HubRepository | None:
-        """Return the repository to send to, once nothing speaks against it; None where nothing is to be sent."""
+        """Return the repository to send to, after all checks pass; None if nothing is to be sent."""
         if self.push_to_hub is None:
             return None
         if guarantee != "dp" and not self.push_without_guarantee:
@@ -248,13 +249,13 @@ class Export(Settings):
         return hub
 
     def _export_data(self, source: Path, new: Path) -> dict[str, float]:
-        """Copy a synthetic set and what its card is checked by, without the state of its generation."""
+        """Copy a synthetic set and the files that its card is checked against, without the state of its generation."""
         if not (source / SUMMARY_NAME).is_file():
             raise DataError(
                 f"task.data={source} holds no {SUMMARY_NAME}, so it is not a set of task=synthesize or filter."
                 f"{meant(source, SUMMARY_NAME)}"
             )
-        card = source / CARD_NAME  # pseudo-queries have none: nothing private was read for them
+        card = source / CARD_NAME  # pseudo-queries have none: no private data was read for them
         if card.is_file() and (failed := verify_chain(card).failed):
             raise VerificationError(
                 f"task.data={source} does not pass its checks, the first: {failed[0].artefact}, {failed[0].check}: "
@@ -311,7 +312,7 @@ class Export(Settings):
         return header
 
     def _refuse_scores_of_another(self, scores: Mapping[str, Any], folder: Path) -> None:
-        """Refuse to hand scores on with weights, prefixes or lengths that they were not measured with."""
+        """Refuse to publish scores with weights, prefixes or lengths other than the measured ones."""
         if not scores or not (folder / "modules.json").is_file():
             return
         if scores.get("fingerprints") != fingerprints(load_towers(folder)):
@@ -351,7 +352,7 @@ class Export(Settings):
 
 @contextmanager
 def _beside(new: Path) -> Iterator[Path]:
-    """Yield a folder to write, which becomes ``new`` if nothing fails; of a killed export nothing is taken over."""
+    """Yield a draft folder, renamed to ``new`` if nothing fails; the draft of a killed export is discarded."""
     draft = new.with_name(f".{new.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     try:
@@ -368,18 +369,18 @@ def _beside(new: Path) -> Iterator[Path]:
 
 
 def _files_of_set(source: Path, names: Set[str]) -> list[Path]:
-    """Return the files of a set that go out, by their names; say which others lie in its folder and stay behind."""
+    """Return the files of a set to export, by their names; print which other files in its folder stay behind."""
     there = {file.relative_to(source).as_posix(): file for file in sorted(source.rglob("*")) if not file.is_dir()}
     if links := [name for name in there if name in names and there[name].is_symlink()]:
         raise DataError(f"task.data={source}: {links[0]} is a link. Put the file itself there.")
-    ours = (f"{SHARDS_NAME}/", "provenance/", MANIFEST_NAME, f".{MANIFEST_NAME}")  # provenance is put together anew
+    ours = (f"{SHARDS_NAME}/", "provenance/", MANIFEST_NAME, f".{MANIFEST_NAME}")  # provenance is collected again
     if left := [name for name in there if name not in names and not name.startswith(ours)]:
         say(f"left behind, for they are not of the set: {', '.join(left)}")
     return [file for name, file in there.items() if name in names]
 
 
 def _handed_on(what: str, folder: Path, hub: HubRepository | None) -> dict[str, float]:
-    """Say where a finished folder lies, send it where it is to be sent; returns the number of its bytes."""
+    """Print the path of a finished folder, push it if a hub is given, and return its size in bytes."""
     shown = [f"{what}: {folder}"] + ([f"privacy card: {folder / CARD_NAME}"] if (folder / CARD_NAME).is_file() else [])
     say(*shown)
     if (folder / CARD_NAME).is_file():
@@ -418,18 +419,18 @@ def load_module(path: Path) -> Any:
 
 
 def _averaging(path: Path, of_run: str | None) -> dict[str, str]:
-    """Return for the card which average the weights of a checkpoint are; empty where its run made none."""
+    """Return, for the card, the kind of weight averaging in a checkpoint; empty if its run used none."""
     if of_run is None:
         return {}
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    if "current_model_state" not in content:  # as of StochasticWeightAveraging, whose average is made at the end
+    if "current_model_state" not in content:  # as with StochasticWeightAveraging, which averages at the end
         return {"averaging": f"none that the checkpoint {path.name} mentions; in the model of its run, {of_run}"}
     begun = int(content["averaging_state"]["n_averaged"]) > 0
     return {"averaging": f"{of_run}; as of the checkpoint {path.name}{'' if begun else ', before the first update'}"}
 
 
 def _refuse_other_run(path: Path, ledger: Path) -> None:
-    """Refuse a checkpoint of another run than the one whose card lies beside it."""
+    """Refuse a checkpoint of a run other than the one whose card is next to it."""
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     position = Position.among(content.get("callbacks", {}), place=str(path))
     records = PrivacyLedger.read(ledger).records if ledger.is_file() else []

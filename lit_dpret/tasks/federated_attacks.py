@@ -1,7 +1,7 @@
 """`task=federated_attacks`: the two attacks named in paper 004, with and without each defence.
 
-A curious silo matches the requests of the others, made in each `Way`, with suspected texts. A curious server reads the
-word embeddings off the updates of one round, under each `Defence`.
+A curious silo matches the requests of the others, built in each `Way`, with suspected texts. A curious server recovers
+words from the word embeddings in the updates of one round, under each `Defence`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ Attack = Literal["requests", "updates"]
 class FederatedAttacks(Settings):
     """Attack a folder of silos: a silo that matches requests, and a server that reads word embeddings.
 
-    The attacked messages come from the code that a federation runs, the model is the public one that it begins with.
+    The code that a federation runs produces the attacked messages; the model is the public one that a federation starts
+    from.
     """
 
     silos: Path
@@ -128,7 +129,7 @@ class FederatedAttacks(Settings):
         askers: dict[str, Asker] = {}
 
         def attacked(folder: Path, _: bool, way: Way) -> dict[str, Any]:
-            if not askers:  # only where a way is still to be attacked
+            if not askers:  # skipped if every way was attacked already
                 with ProgressLine("encoding the queries of all silos") as progress:
                     for place, (name, data) in enumerate(folders.items()):
                         progress(place, len(folders))
@@ -140,7 +141,7 @@ class FederatedAttacks(Settings):
         return [stages.run(f"request-{number}", partial(attacked, way=way)) for number, way in listed]
 
     def _attack_requests(self, askers: Mapping[str, Asker], way: Way, folder: Path, seed: int) -> dict[str, Any]:
-        """Make every silo's request in one way, and attack it as another silo; its ledgers are in ``folder``."""
+        """Build every silo's request in one way, and attack it as another silo; its ledgers are in ``folder``."""
         plan = CentroidPlan(count=self.centroids, iterations=self.centroid_iterations, seed=seed)
         settings: dict[str, Any] = {
             "candidates": self.candidates, "confidence": self.confidence, "seed": seed,
@@ -194,7 +195,7 @@ class FederatedAttacks(Settings):
         return [stages.run(f"update-{number}", partial(attacked, defence=defence)) for number, defence in listed]
 
     def _round(self, defence: Defence, seed: int) -> PddAs2:
-        """Return the settings of one round of the warm-up: all of the budget goes into the update that is attacked."""
+        """Return the settings of one warm-up round: all of the budget goes into the update that is attacked."""
         stage = Stage1(
             warmup_rounds=1, rounds=0, batch_size=self.batch_size, bm25_n=self.negatives,
             top_k=max(20, self.negatives), lr=self.lr, in_batch=defence.coupled,
@@ -250,7 +251,7 @@ class FederatedAttacks(Settings):
 class Asker:
     """A silo's queries, embedded by the shared query encoder; as private as the texts."""
 
-    texts: Sequence[str]  # the train queries, which requests are made of
+    texts: Sequence[str]  # the train queries, from which requests are built
     sent: Floats  # their embeddings, (queries, dim)
     unsent: Floats  # of its dev and test queries that equal no train query, (queries, dim)
 
@@ -276,7 +277,7 @@ def ways(request_eps: Sequence[float]) -> list[Way]:
 
 
 def asker_of(folder: Path, module: AS2DualEncoder) -> Asker:
-    """Embed the queries of a silo's request, and others that it could have used."""
+    """Embed the queries of a silo's request, and other queries that it could have used."""
     data = SiloDataModule(folder=folder)
     texts = list(data.evaluation_set("train")[0].values())
     known = {normalise(text) for text in texts}
@@ -287,7 +288,7 @@ def asker_of(folder: Path, module: AS2DualEncoder) -> Asker:
 
 
 def _rows(asker: Asker, way: Way, folder: Path, plan: CentroidPlan, delta: float | None) -> Floats:
-    """Return the rows that a silo asks with; under a budget they are charged to a ledger in ``folder``."""
+    """Return the rows that a silo sends as its request; under a budget they are charged to a ledger in ``folder``."""
     if way.request == "exact":
         return asker.sent
     if way.request == "none":
@@ -300,7 +301,7 @@ def _rows(asker: Asker, way: Way, folder: Path, plan: CentroidPlan, delta: float
         eps=budget.eps, delta=budget.delta, neighbours=budget.neighbours, law=FullBatch(), steps=plan.iterations,
         accountant="pld",
     )  # fmt: skip
-    # A request that was killed stays charged in its ledger; nothing of this study leaves the machine.
+    # A killed request stays charged in its ledger; that is harmless, since nothing of this study leaves the machine.
     ledger = SiloLedger(attempt_folder(folder), budget)
     with ledger.gaussian("fed_request", noise_multiplier=noise, count=plan.iterations) as noised:
         return _array(dp_centroids(queries, plan, noised))
@@ -333,7 +334,7 @@ class SiloTokens:
 
     queries: Ids
     collection: Ids
-    held_out: Ids  # of its dev and test queries, which no round trains on
+    held_out: Ids  # tokens of its dev and test queries, which no round trains on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,8 +342,8 @@ class Defence:
     """A defence of updates against the server."""
 
     name: str
-    eps: float | None = None  # of one round of DP-SGD, all that the silo may spend; None without noise
-    coupled: bool = False  # negatives of the batch and other questions' answers, as in the paper; no budget allows them
+    eps: float | None = None  # of one round of DP-SGD, the silo's whole budget; None without noise
+    coupled: bool = False  # in-batch negatives and other questions' answers, as in the paper; no budget allows them
     masked: bool = False  # a secure sum over all silos
     frozen_words: bool = False  # the embedding tables of words and positions are not trained
 
@@ -362,7 +363,7 @@ def defences(update_eps: Sequence[float]) -> list[Defence]:
 
 
 def tokens_of(folder: Path, encoder: TextEncoder) -> SiloTokens:
-    """Return the tokens of a silo's texts as the encoder reads them, without special ones."""
+    """Return the tokens of a silo's texts as the encoder reads them, without special tokens."""
     data = SiloDataModule(folder=folder)
     split = {"train": list[str](), "other": list[str]()}
     for query in data.silo.queries:
@@ -381,13 +382,13 @@ def updates_of(
     defence: Defence, folders: Mapping[str, Path], folder: Path, make: MakeModule, start: Weights, settings: PddAs2,
     tell: Callable[[int, int], None],
 ) -> dict[str, Weights]:  # fmt: skip
-    """Return the weights that the server sees for each silo after one round: its own, or under masks the mean.
+    """Return the weights that the server sees for each silo after one round: the silo's own, or under masks the mean.
 
     A finished round is read from ``folder``, so that masked and clear attacks share it.
     """
     state = folder / f"{'coupled' if defence.coupled else 'alone'}-{'plain' if defence.eps is None else defence.eps}"
     found: dict[str, Weights] = {}
-    if defence.masked:  # its package is of an extra: asked for before anything is trained
+    if defence.masked:  # imports an optional extra: fail before anything is trained
         from lit_dpret.federated.secure_mean import secure_mean
     for number, (name, data) in enumerate(folders.items()):
         tell(number, len(folders))
@@ -404,7 +405,7 @@ def updates_of(
 def _state(folder: Path) -> Path:
     """Return the state folder of a finished round, or a new one.
 
-    A killed round stays charged in its ledger; nothing of this study leaves the machine, so another is begun.
+    A killed round stays charged in its ledger. Nothing of this study leaves the machine, so a new one can start.
     """
     number = 0
     while (one := folder / f"attempt-{number}").exists() and not (one / "stage1-000.safetensors").is_file():
@@ -434,7 +435,7 @@ def attack_updates(
     defence: Defence, updates: Mapping[str, Weights] | None, start: Tensor, table: str,
     tokens: Mapping[str, SiloTokens], special: Sequence[int], *, confidence: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Attack each silo by the rows of the word embeddings."""
+    """Attack each silo through the rows of the word embeddings."""
     facts: dict[str, Any] = {**asdict(defence), "pooled": None, "silos": {}, "anyone": None}
     if updates is None:
         return facts
@@ -463,7 +464,7 @@ def attack_updates(
 def _questions(
     name: str, tokens: Mapping[str, SiloTokens], everyone: Ids, *, masked: bool
 ) -> dict[str, tuple[Ids, Ids]]:
-    """Return by name what is tested about one silo: tokens to find, and tokens that must not be named."""
+    """Return, by test name, the tokens to find in one silo and the tokens that must not be named."""
     own = tokens[name]
     mine = np.union1d(own.queries, own.collection)
     others = np.concatenate([one.queries for other, one in tokens.items() if other != name] or [own.queries[:0]])

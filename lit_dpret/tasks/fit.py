@@ -59,7 +59,7 @@ def plan_fit(
 ) -> list[PlannedFit]:
     """Return the plan of one training, as a list; empty for a mode without releases.
 
-    ``make_module``, given ``privacy``, is called for modes whose noise depends on the loss. Of the ``callbacks`` the
+    ``make_module`` is called with ``privacy`` for modes whose noise depends on the loss. Among the ``callbacks``, the
     accountant may pay for steps in advance and name a start, and an audit plants canaries.
     """
     if mode.guarantee != "dp":
@@ -74,7 +74,7 @@ def plan_fit(
 
 
 def _plant_blanks_of(callbacks: Sequence[Any], mode: Any, data: Any) -> None:
-    """Plant as many blank units as the audits among the callbacks of a training will plant canaries."""
+    """Plant blank units, as many as the audits among the callbacks will plant canaries."""
     for one in callbacks:
         if not hasattr(one, "plant_canaries"):
             continue
@@ -114,11 +114,11 @@ class Fit(Settings):
         )  # fmt: skip
         logged = train(module, datamodule, how, canaries=canaries, after_setup=hold_out)
         _tell_where(parts.run_dir)
-        # A run that was interrupted after its last step logs nothing more, and had its results before.
+        # A run interrupted after its last step logs nothing more; its results were logged before.
         return _logged(parts.run_dir) | logged if parts.resume else logged
 
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
-        """Return the private training that ``run`` would make; reads the data without training."""
+        """Return the private training that ``run`` would perform; reads the data without training."""
         if self.membership_coins:
             raise UnplannedError("task.membership_coins=true cannot be planned: how many it holds out is a coin's.")
         datamodule = parts.read_data()
@@ -130,7 +130,7 @@ class Fit(Settings):
         )  # fmt: skip
 
     def _hold_out(self, privacy: Any, datamodule: Any, folder: Path) -> Callable[[], None] | None:
-        """Return a function that holds queries out once the data are read; None where all are trained on."""
+        """Return a function that holds queries out once the data are read; None if all are trained on."""
         if not self.membership_coins:
             if (folder / COINS_NAME).exists():
                 raise ConfigurationError(
@@ -152,22 +152,22 @@ class Fit(Settings):
 
 
 def _is_finished(folder: Path) -> bool:
-    """Whether a run made its planned steps, and its ledger, its model and its card are still as it left them.
+    """Return whether a run finished its planned steps, and its ledger, model and card are unchanged since.
 
-    To go on would append to the ledger and write another card, and what was made from this one names it by its SHA-256.
+    Continuing would append to the ledger and write another card, while later artefacts name this one by its SHA-256.
     """
     try:
         records, card = PrivacyLedger.read(folder / LEDGER_NAME).records, read_card(folder)
     except (LedgerError, DataError):
         return False
     plans = [record for record in records if record["kind"] == "plan"]
-    if not plans:  # to begin it again would forget what the card counts
+    if not plans:  # starting again would forget what the card counts
         raise LedgerError(
             f"{folder / LEDGER_NAME} holds no plan, although a card and a model of the run are beside it: its records "
             "are lost. Restore them from a copy, or choose another hydra.run.dir."
         )
     plan, last = plans[-1], records[-1]
-    inherited = card["mechanism"].get("kind") == "post_processing"  # its ledger block is that of the data's run
+    inherited = card["mechanism"].get("kind") == "post_processing"  # its ledger block belongs to the data's run
     carded = (
         (last["kind"], last.get("reason")) == ("end", "finished")
         and int(last.get("steps") or 0) >= plan.get("ends_at", plan["planned_steps"])
@@ -217,7 +217,7 @@ def _tell_where(folder: Path, first: str = "") -> None:
 
 
 def released_canaries(parts: Parts) -> CanarySuite | None:
-    """Return the canaries to plant in a model that is released."""
+    """Return the canaries to plant in a released model."""
     canaries: CanarySuite | None = parts.make_canaries()
     if canaries is not None:
         canaries.refuse_splits()
@@ -225,7 +225,7 @@ def released_canaries(parts: Parts) -> CanarySuite | None:
 
 
 def _keep_heads(datamodule: Any, folder: Path) -> None:
-    """Train on the queries whose coin shows heads; coins that were tossed before stay as they are."""
+    """Train on the queries whose coin shows heads; coins already tossed are reused."""
     queries = datamodule.collection.split("train")
     if (folder / COINS_NAME).exists():
         coins = Coins.read(folder)
@@ -241,12 +241,12 @@ def _keep_heads(datamodule: Any, folder: Path) -> None:
 class Training:
     """Settings of a module's training."""
 
-    run_dir: Path  # of its checkpoints, its ledger, its model and its card
+    run_dir: Path  # the folder for its checkpoints, ledger, model and card
     make_trainer: Callable[..., L.Trainer]  # takes settings of a Trainer
     callbacks: Sequence[Any]  # of the training
-    loggers: Sequence[Any] = ()  # besides the file of metrics
-    resume: bool = False  # go on from the newest whole checkpoint
-    several_ranks: bool = False  # whoever trains may be repeated by further processes, from its start
+    loggers: Sequence[Any] = ()  # in addition to the metrics file
+    resume: bool = False  # continue from the newest whole checkpoint
+    several_ranks: bool = False  # whether further processes may repeat the caller from its start
 
 
 def train(
@@ -255,20 +255,21 @@ def train(
 ) -> dict[str, float]:  # fmt: skip
     """Train ``module`` on ``datamodule``; return the last logged metrics.
 
-    ``after_setup`` is called once the data are read, before the module prepares itself for them.
+    ``after_setup`` is called once the data are read, before the module prepares for them.
 
     Guarantees:
-        - Checkpoints are written whole or not at all, unless ``make_trainer`` brings a way of its own.
-        - A run that is killed at any moment goes on; after its last step it still gets its model and its card.
+        - Checkpoints are written whole or not at all, unless ``make_trainer`` supplies custom checkpoint I/O.
+        - A run that is killed at any moment can resume; after its last step it still gets its model and its card.
         - ``canaries`` are planted before anything reads the training data, and kept in ``canaries.json``.
-        - Of several ranks, rank 0 writes what there is one of, and the others end when it has.
-        - What is trained without privacy, or so that no claim is left, lies in a folder for its owner alone.
+        - With several ranks, rank 0 writes the shared files, and the others wait for it before they end.
+        - Training without privacy, or with settings that void the claim, writes to a folder that only its owner can
+          read.
     """
     run_dir, resume, callbacks = how.run_dir, how.resume, list(how.callbacks)
     trainer = how.make_trainer(
         default_root_dir=str(run_dir), callbacks=callbacks, logger=[MetricsFile(run_dir), *how.loggers]
     )
-    refuse_broken_claims(trainer, module, datamodule)  # before any data is read; the accountant asks again
+    refuse_broken_claims(trainer, module, datamodule)  # before any data is read; the accountant checks again
     warn_of_crowded_cores(trainer)
     if not how.several_ranks:
         refuse_several_ranks(trainer)
@@ -302,13 +303,13 @@ def train(
     trainer.fit(
         module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint), weights_only=True
     )
-    if trainer.received_sigterm:  # after the last step, where Lightning no longer looks for it
+    if trainer.received_sigterm:  # after the last step, where Lightning no longer checks for it
         raise SIGTERMException
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def warn_of_crowded_cores(trainer: L.Trainer) -> None:
-    """Warn of more processes on the CPU than there are cores."""
+    """Warn if there are more processes on the CPU than cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > max(1, cores):
         rank_zero_warn(
@@ -333,9 +334,9 @@ def refuse_several_ranks(trainer: L.Trainer) -> None:
 
 
 def _meet(trainer: L.Trainer) -> Ranks:
-    """Return those of the ranks that were all started already, by torchrun or SLURM: they share the preparation.
+    """Return the ranks that torchrun or SLURM has already started, which share the preparation.
 
-    Where Lightning is to start the others, this process is alone until it trains; they then find what it prepared.
+    Where Lightning will start the others, this process is alone until it trains; they then find its prepared files.
     """
     environment = getattr(trainer.strategy, "cluster_environment", None)
     if trainer.world_size > 1 and environment is not None and not isinstance(environment, LightningEnvironment):

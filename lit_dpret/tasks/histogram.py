@@ -46,8 +46,8 @@ from lit_dpret.texts import refuse_quoted
 class Histogram(Settings):
     """Release a histogram of the private train queries over public bins.
 
-    The ledger of this run begins with what the generator's training cost, so that its card claims both together;
-    queries that are chosen by the histogram (``filter=histogram_match``) get that card.
+    The ledger of this run begins with the cost of the generator's training, so that its card claims both together;
+    queries chosen by the histogram (``filter=histogram_match``) get that card.
     """
 
     releases_itself: ClassVar[bool] = True
@@ -86,7 +86,7 @@ class Histogram(Settings):
         self._bins.fit(data.public_passages)
         public, delta = mode.public_units(len(units)), start.facts["delta"]
         if mode.delta is None and public is not None:
-            delta = min(delta, 1 / (2 * public))  # the log may have grown since
+            delta = min(delta, 1 / (2 * public))  # the log may have grown since the generator's run
         budget = PrivacyBudget(eps=mode.eps, delta=delta, unit=mode.unit, neighbours=mode.neighbours).of_units(data)
         plan = histogram_plan(
             budget, noise_multiplier=self.noise_multiplier, max_count=self.max_count, n_public=public,
@@ -121,7 +121,7 @@ class Histogram(Settings):
         return self._tell(folder)
 
     def _start(self, mode: GaussianMode) -> Start:
-        """Read what the generator cost, after checking its card against its ledger."""
+        """Read the cost of the generator, after checking its card against its ledger."""
         folder = self.generator
         if not (folder / LEDGER_NAME).is_file() and (folder.parent / LEDGER_NAME).is_file():
             folder = folder.parent
@@ -198,15 +198,15 @@ def read_units(parts: Parts, mode: Any) -> tuple[Any, Any]:
 def write_card_of_counts(
     records: Any, data: Any, folder: Path, files: list[Path], *, trusts: Iterable[Assumption], **facts: Any
 ) -> None:
-    """Write the card of released counts; ``facts`` are those of `RunFacts`."""
-    # What a unit gives at most rests on the units of a DataModule from outside this package.
+    """Write the card of released counts; ``facts`` are fields of `RunFacts`."""
+    # The bound per unit relies on the units of a DataModule from outside this package.
     of_units = foreign_code(data, "that a unit has all rows of one person or query, and no other's,")
     run = RunFacts(environment=environment_facts(), assumptions=[*leaks(records), *trusts, *of_units], **facts)
     write_card(build_card(records, subject_of("histogram", folder.resolve().name, files, root=folder), run), folder)
 
 
 def finished_card(folder: Path) -> dict[str, Any]:
-    """Return the card of a finished release, which agrees with its ledger and its files."""
+    """Return the card of a finished release after checking it against its ledger and its files."""
     card = read_card(folder)
     if problems := verify_card(card, folder / LEDGER_NAME, folder=folder):
         raise ResumeError(f"{folder} holds a card that does not agree with what lies there: {problems[0]}")
@@ -215,7 +215,7 @@ def finished_card(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def copied_ledger(parts: Parts) -> Iterator[Parts]:
-    """Return the parts with a copy of the ledger, to compare a finished run with what is asked and not to go on."""
+    """Yield the parts with a copy of the ledger, to compare a finished run with the request without continuing it."""
     with TemporaryDirectory() as place:
         shutil.copy(parts.run_dir / LEDGER_NAME, place)
         yield replace(parts, run_dir=Path(place))
@@ -248,7 +248,7 @@ def counting_run(
 
 @contextmanager
 def over_rows(run: PrivateRun) -> Iterator[None]:
-    """Record an end in the ledger where this work on private rows fails, as training does: no noise covers that."""
+    """Record an end in the ledger if this work on private rows fails, as training does: no noise covers a failure."""
     try:
         yield
     except Exception as error:
@@ -258,7 +258,7 @@ def over_rows(run: PrivateRun) -> Iterator[None]:
 
 
 def contributed(units: Any, bins: Bins) -> list[list[int]]:
-    """Return the bins of each unit's queries, each query once, in the order of a hash of its text; private."""
+    """Return the bins of each unit's queries, each query once, ordered by a hash of its text; private."""
     rows = queries_of(units)
     texts = [row.query for unit in rows for row in unit]
     sources = [row.passage_id for unit in rows for row in unit]
@@ -267,7 +267,7 @@ def contributed(units: Any, bins: Bins) -> list[list[int]]:
 
 
 def queries_of(units: Any) -> list[list[Any]]:
-    """Return for each unit a row of each of its queries, in the order of a hash of their texts; private."""
+    """Return, for each unit, one row per query, ordered by a hash of the query text; private."""
     found = []
     for unit in range(len(units)):
         first: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """A searchable folder: embeddings, ids, texts, and a manifest that describes them.
 
-``index.json`` names every file by SHA-256, the encoder by the fingerprint of its two towers, and whether anything
-private went in. It is written last, so a folder without it is unfinished. The fingerprint is compared before a query is
-embedded: another model finds nothing sensible in here, and nothing would show it.
+``index.json`` records the SHA-256 of every file, the fingerprints of the encoder's two towers, and whether private data
+went in. It is written last, so a folder without it is unfinished. The fingerprint is compared before a query is
+embedded: another model would return meaningless results without any sign of it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EMBEDDINGS = "embeddings.bin"
 TEXTS = "texts.jsonl"
 OFFSETS = "texts.offsets"
 FAISS = "index.faiss"
-_KEPT = 256 * 2**20  # bytes of embeddings that stay in memory from one question to the next
+_KEPT = 256 * 2**20  # bytes of embeddings that stay in memory between searches
 _GOES_ON = "What is finished is kept: mend this and run the same command again."
 
 Kind = Literal["exact", "faiss"]
@@ -57,18 +57,18 @@ class Manifest:
     """The description of a folder of embeddings."""
 
     side: Side  # whether its texts are passages or queries
-    count: int  # how many
+    count: int  # number of texts
     dim: int  # the width of an embedding
-    storage: Storage  # what a number is stored as
-    # ``folder`` (a hub's name, or where it lies as seen from this folder), ``dtype``, the ``fingerprints`` of both
-    # towers and the ``contract`` of the one that made the embeddings.
+    storage: Storage  # number format of the stored embeddings
+    # ``folder`` (a hub name, or its path relative to this folder), ``dtype``, the ``fingerprints`` of both towers and
+    # the ``contract`` of the one that computed the embeddings.
     encoder: Mapping[str, Any]
-    private: bool  # whether the texts are private, and so everything here
-    card: str | None = None  # SHA-256 of the privacy card beside the manifest; None where the encoder had none
+    private: bool  # whether the texts, and so everything here, are private
+    card: str | None = None  # SHA-256 of the privacy card next to the manifest; None where the encoder had none
     kind: Kind = "exact"  # ``exact``, or ``faiss`` with a structure in ``index.faiss``
-    factory: str | None = None  # the string that faiss made it from
+    factory: str | None = None  # the string that faiss built it from
     files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 by name
-    # Which data the texts are of, as every result says (`data_facts`).
+    # The data set of the texts, as every result states it (`data_facts`).
     about: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -79,7 +79,7 @@ class Manifest:
 def told_from(folder: str | Path, encoder: str | Path) -> str:
     """Return the name of an encoder for a manifest in ``folder``, without revealing paths of this machine.
 
-    A folder is named as seen from there; where both have no more than the root in common, by its last part alone.
+    A folder is named relative to ``folder``; where the two share only the root, by its last part alone.
     """
     given = Path(encoder).expanduser()
     if not given.is_dir():
@@ -94,8 +94,8 @@ class IndexFolder:
     """A folder from `encode_folder` or `index_folder`.
 
     Guarantees:
-        - Queries are embedded by the encoder that the folder was made with, or not at all.
-        - Embeddings are read from the file as they are needed; a file of up to 256 MiB is kept after a search.
+        - Queries are embedded by the encoder that built the folder, or not at all.
+        - Embeddings are read from the file as needed; a file of up to 256 MiB stays in memory after a search.
 
     ``verify`` compares every file with its SHA-256 first, which reads all of it.
     """
@@ -115,7 +115,7 @@ class IndexFolder:
 
     @property
     def promise(self) -> str:
-        """The privacy claim of the folder, in a sentence."""
+        """The privacy claim of the folder, in one sentence."""
         if self.manifest.private:
             return (
                 "PRIVATE: these are embeddings of private queries, from which texts can be guessed. No guarantee "
@@ -140,7 +140,7 @@ class IndexFolder:
         return lexicographic_rank(self.ids)
 
     def text(self, place: int) -> str:
-        """Read the text at a place from the file."""
+        """Read the text at an index from the file."""
         start, stop = np.fromfile(self.folder / OFFSETS, dtype="<i8", count=2, offset=8 * place).tolist()
         with (self.folder / TEXTS).open("rb") as file:
             file.seek(start)
@@ -154,7 +154,7 @@ class IndexFolder:
         return str(beside) if beside.is_dir() else name
 
     def query_encoder(self, encoder: str | Path | None = None) -> TextEncoder:
-        """Return the query encoder for these passages; ``encoder`` says where it lies now, if it has moved."""
+        """Return the query encoder for these passages; ``encoder`` is its current path, if it has moved."""
         if self.manifest.side != "passage":
             raise ConfigurationError(f"{self.folder} holds queries; only passages can be searched.")
         known = self.manifest.encoder
@@ -209,20 +209,20 @@ class Encoding:
     """Settings for embedding texts, and the kind of the texts."""
 
     side: Side = "passage"  # ``passage``, which is public, or ``query``
-    # Where they are queries, whether those are ``public`` (published ones, or synthetic ones, whose claim the
-    # embeddings then inherit) or ``private``; has to be said.
+    # For queries, whether they are ``public`` (published, or synthetic, whose claim the embeddings then inherit) or
+    # ``private``; required for queries.
     queries: Declared | None = None
-    # In which the encoder computes: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
+    # The encoder's computing precision: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
     dtype: str = "float32"
     # ``float32``, or ``bfloat16`` for half the disk; scores are compared in float32 either way.
     storage: Storage = "float32"
     batch_size: Count = 64  # texts per forward pass
-    max_length: int | None = None  # tokens of a text that are read; null for what the encoder's folder says
+    max_length: int | None = None  # maximum tokens read of a text; null for the value in the encoder's folder
     device: str | None = None  # ``cpu``, ``cuda`` and so on
-    # Processes of a Ray cluster that embed, each with the encoder, on as many threads as this one; 0 embeds in this
-    # one. The bytes are the same.
+    # Processes of a Ray cluster that embed, each with the encoder and as many threads as this process; 0 embeds in this
+    # process. The bytes are the same.
     workers: Natural = 0
-    tuning_data: TuningData = "unknown"  # what the settings above, and the encoder, were chosen on, for the card
+    tuning_data: TuningData = "unknown"  # data on which the settings above, and the encoder, were chosen, for the card
 
     def __post_init__(self) -> None:
         settle(self)
@@ -245,7 +245,7 @@ class Encoding:
 
     @property
     def is_private(self) -> bool:
-        """Whether the texts are private, and so everything computed from them."""
+        """Whether the texts, and so everything computed from them, are private."""
         return self.queries == "private"
 
 
@@ -257,11 +257,11 @@ def encode_folder(
     """Embed texts, by id, into a searchable folder; resume an interrupted call.
 
     Guarantees:
-        - Run again after any interruption it goes on, and its files have the bytes of a call that was
-          never interrupted (same machine and library versions), by however many workers.
+        - Run again after any interruption, it resumes, and its files have the bytes of an uninterrupted call (same
+          machine and library versions), with any number of workers.
         - An encoder with a privacy card gives the folder a card that carries its claim, never a better one; so do
-          queries with a card (``claim``). Where both have one, one claim has to cover both.
-        - Private queries leave files that their owner alone can read, and no card.
+          queries with a card (``claim``). Where both have a card, one claim has to cover both.
+        - For private queries, only their owner can read the files, and there is no card.
     """
     how = how or Encoding()
     folder, side, private = Path(out), how.side, how.is_private
@@ -332,7 +332,7 @@ def index_folder(
     source: str | Path, out: str | Path, *, search: str = "exact", private: bool = False, device: str = "cpu",
     seed: int = 0, tuning_data: str = "unknown",
 ) -> IndexFolder:  # fmt: skip
-    """Build a search index over embeddings of `encode_folder`, linked where possible, in a new folder.
+    """Build a search index over embeddings of `encode_folder` in a new folder, hard-linking files where possible.
 
     ``search`` is ``exact`` or ``faiss:FACTORY``. An index of private queries is refused without ``private``.
     """
@@ -362,7 +362,7 @@ def index_folder(
         if given.manifest.private:
             folder.chmod(0o700)
         draft = folder / f".{FAISS}.tmp"
-        if search != "exact":  # may be refused, or killed after hours: an index that stood here stays whole till then
+        if search != "exact":  # may be refused, or killed after hours: an existing index stays whole until then
             Faiss.build(given.rows, factory, device=device, seed=seed).write(draft)
             settle_modes(draft, owner_only=given.manifest.private)
         (folder / MANIFEST).unlink(missing_ok=True)  # from here on the folder is unfinished
@@ -387,7 +387,7 @@ def index_folder(
 
 
 def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> tuple[Path, list[Assumption]]:
-    """Return the card of the encoder or of the queries that covers both, and on what trust; refuse two claims."""
+    """Return the card that covers both encoder and queries, and the assumptions it needs; refuse separate claims."""
     check_dataset_card(claim)
     card = read_card(claim)
     names = card_names(claim, card)
@@ -398,7 +398,7 @@ def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> tuple[
         place = encoder if str(encoder) == "minilm" else resolve_folder(encoder)
         trusts = require_covered(place, released, declared_public=True, knob="task.encoder")
     except PrivateDataError as error:
-        if own is None:  # it lost its card, which is a reason of its own
+        if own is None:  # the encoder lost its card, which is a separate reason
             raise
         raise ConfigurationError(
             f"task.encoder={encoder} cannot embed these queries: they have their own privacy card ({claim}), whose "
@@ -411,7 +411,7 @@ def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> tuple[
 
 
 def _is_finished(folder: Path, begun: Mapping[str, Any]) -> bool:
-    """Return whether these very embeddings are there, whole; refuse to write over those of something else."""
+    """Return whether exactly these embeddings are present and whole; refuse to overwrite different ones."""
     if not (folder / MANIFEST).is_file():
         return False
     manifest = _read_manifest(folder)
@@ -423,7 +423,7 @@ def _is_finished(folder: Path, begun: Mapping[str, Any]) -> bool:
     with suppress(DataError, KeyError):
         if file_sha256(folder / EMBEDDINGS) == manifest.files[EMBEDDINGS]:
             return True
-    (folder / MANIFEST).unlink()  # its embeddings are damaged, and computed again
+    (folder / MANIFEST).unlink()  # the embeddings are damaged and will be recomputed
     return False
 
 

@@ -38,7 +38,7 @@ from lit_dpret.tasks.ranking import embedded_texts
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
 from lit_dpret.tasks.uncovered import tell_attack
 
-#: What a coin that leaves a query out does, where the relation of the claim is another one.
+#: The effect of a coin that leaves a query out, if the claim uses another relation.
 DROPPED = {
     "zero_out": "A coin leaves a query's place out, and the claim (zero_out) is about emptying it: the number of "
     "units, which the claim takes for public, depends on the coin flips. Evidence and ceilings hold apart from what "
@@ -53,10 +53,10 @@ class Claim:
     """The claim of a run, as ceilings at any false positive rate."""
 
     line: str  # the card's claim, in words
-    eps: float | None = None  # recomputed from the ledger; None where none is claimed about whole queries
+    eps: float | None = None  # recomputed from the ledger; None if nothing is claimed about whole queries
     delta: float | None = None
     neighbours: str | None = None
-    ceilings: Ceilings | None = None  # None where no library computes them
+    ceilings: Ceilings | None = None  # None if no library computes them
     caveats: list[str] = field(default_factory=list)
 
     @classmethod
@@ -92,7 +92,7 @@ class Claim:
 
 @dataclass(kw_only=True)
 class MembershipSettings(Settings):
-    """Attack settings besides the run folder: `run` is the method of every task."""
+    """Attack settings without the run folder, since a field ``run`` would clash with the method."""
 
     model: Path | None = None
     others: Others | None = None
@@ -133,11 +133,11 @@ class MembershipSettings(Settings):
 class Membership(MembershipSettings):
     """Attack a finished run with all available signals, and compare the results with its claim.
 
-    The composed configuration is the target's: its ``datamodule`` finds the queries, and its ``model``,
-    ``privacy`` and ``trainer`` are what shadow models are trained with.
+    The composed configuration is the target's: its ``datamodule`` finds the queries, and shadow models are trained with
+    its ``model``, ``privacy`` and ``trainer``.
     """
 
-    private_results = True  # of the queries that are attacked
+    private_results = True  # results on the attacked queries
     takes_start: ClassVar[bool] = True  # shadow models start where the target did
 
     def __init__(self, *, run: str | Path, **settings: Any) -> None:
@@ -185,7 +185,7 @@ class Membership(MembershipSettings):
         facts["attacks"] = [result.to_dict() for result in results]
         return self._tell(parts, facts, results, suspects)
 
-    # -- what is attacked ----------------------------------------------------------------------
+    # -- target and reference ------------------------------------------------------------------
 
     def _target(self) -> Path:
         folder = model_folder(self.run_folder if self.model is None else self.model)
@@ -195,7 +195,7 @@ class Membership(MembershipSettings):
         return folder
 
     def _releases(self) -> tuple[list[str], list[str] | None]:
-        """Return the queries of the release and of its reference; read first, so that a wrong folder costs no time."""
+        """Return the queries of the release and of its reference; read early, so that a wrong folder fails at once."""
         reference = None if self.release_reference is None else _texts_of(self.release_reference)
         return ([] if self.release is None else _texts_of(self.release)), reference
 
@@ -277,7 +277,7 @@ class Membership(MembershipSettings):
         }
 
     def _disclosures(self, suspects: Suspects, claim: Claim) -> dict[str, Any] | None:
-        """Count what the release repeats of the attacked queries; None without coins, where phantoms mean nothing."""
+        """Count the attacked queries that the release repeats; None without coins, where phantoms mean nothing."""
         if not suspects.fair:
             return None
         own = suspects.texts()[: suspects.attacked]

@@ -1,7 +1,7 @@
-"""Shadow models of a target: its own training on random halves of the data, as many as a time limit allows.
+"""Shadow models of a target: the target's own training, repeated on random halves of the data, within a time limit.
 
-A shadow model that was trained for fewer steps than the target remembers less, and tells little of what the target
-remembers. So every one of them takes the target's number of steps, and where the time is short there are fewer of them.
+A shadow model trained for fewer steps than the target memorizes less, and is poor evidence of what the target
+memorizes. So each takes the target's number of steps, and a short time limit means fewer of them.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ class Suspects:
     universe: list[str]  # ids of all queries that shadow models may be trained on
     ids: list[str]  # of the suspects
     member: NDArray[np.bool_]  # whether the target was trained on them, shape ``(suspects,)``
-    attacked: int  # how many of them, from the first on, are attacked; the rest are not members
-    queries: list[str]  # the text of each row: a suspect with a passage of its
-    passages: list[str]  # the passages, as many
-    row_of: NDArray[np.int64]  # which suspect a row belongs to, shape ``(rows,)``
-    fair: bool  # whether a coin decided about each query of the universe, so that members and others are of one law
-    left_out: int  # queries of the universe whose text occurs there under several ids, which are not attacked
-    # Others that have no passage in the collection (a sample of passages leaves such), so that nothing is learnt from
-    # them; they are not attacked either.
+    attacked: int  # number attacked, counted from the first; the rest are not members
+    queries: list[str]  # query text of each row; a row is a suspect with one of its passages
+    passages: list[str]  # passage text of each row
+    row_of: NDArray[np.int64]  # index of the suspect that a row belongs to, shape ``(rows,)``
+    fair: bool  # whether a coin decided about each query of the universe, so that members and others follow one law
+    left_out: int  # queries of the universe whose text occurs under several ids; they are not attacked
+    # Other queries without a passage in the collection (as after sampling passages): nothing is learned from them, so
+    # they are not attacked either.
     unanswered: int = 0
 
     @property
     def population(self) -> NDArray[np.int64]:
-        """The places of the population among the suspects."""
+        """The positions of the population among the suspects."""
         return np.arange(self.attacked, len(self.ids))
 
     def texts(self) -> list[str]:
@@ -82,8 +82,9 @@ def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: in
     """Draw ``count`` suspects with their first ``rows`` passages from the target's training data.
 
     Guarantees:
-        - With ``coins``, who is attacked does not depend on the coins, as the theorem of the one-run audit asks.
-        - With a split, half of the attacked are members as far as there are enough.
+        - With ``coins``, the choice of attacked queries does not depend on the coins, as the theorem of the one-run
+          audit requires.
+        - With a split, half of the attacked are members, as far as there are enough.
     """
     collection = data.collection
     trained = list(collection.split("train"))
@@ -111,7 +112,7 @@ def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: in
     unanswered = len(single) - len(free)
     free = [free[place] for place in rng.permutation(len(free))]
     absent = [query for query in free if query in held_out]
-    # With coins, of all queries and not of the tails: how many are attacked would depend on the coins.
+    # With coins, count all queries rather than the tails: otherwise the number attacked would depend on the coins.
     apart = min(MOST_POPULATION, len(free) // 8 if others == "coins" else len(absent) // 4)
     if others == "coins":
         chosen = free[: min(count, len(free) - 2 * apart)]
@@ -156,14 +157,14 @@ class Attacker:
     temperature: float
     batch_size: int
     device: str
-    reference: TokenScores | EncodedPairs | None = None  # the suspects under a model without private data
+    reference: TokenScores | EncodedPairs | None = None  # the suspects under a model trained without private data
 
     def signals(
         self, source: str | Path, progress: Progress, *, moments: bool = False
     ) -> dict[str, NDArray[np.float64]]:
-        """Return signals of every suspect, the mean over its rows, each of shape ``(suspects,)``.
+        """Return signals of every suspect, averaged over its rows, each of shape ``(suspects,)``.
 
-        ``moments`` adds the signal of a generator that needs the mean and deviation over its whole vocabulary.
+        ``moments`` adds the generator signal that needs the mean and deviation over its whole vocabulary.
         """
         seen, suspects = self.look(source, progress, moments=moments), self.suspects
         if isinstance(seen, TokenScores):
@@ -175,7 +176,7 @@ class Attacker:
         return mean_by_query(found, suspects.row_of, len(suspects.ids))
 
     def look(self, source: str | Path, progress: Progress, *, moments: bool = False) -> TokenScores | EncodedPairs:
-        """Return what a model makes of the suspects' rows."""
+        """Return a model's token scores or embeddings of the suspects' rows."""
         texts = (self.suspects.queries, self.suspects.passages)
         settings: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress}
         if is_generator(self.target):
@@ -200,14 +201,14 @@ class Trained:
 
 
 class Shadows:
-    """Train, score and discard ``count`` shadow models, one stage for each, in ``minutes`` of estimated wall time.
+    """Train, score and discard ``count`` shadow models, one stage each, in ``minutes`` of estimated wall time.
 
     Guarantees:
-        - A shadow model that is done is not trained again; one that was interrupted starts again.
+        - A finished shadow model is not trained again; an interrupted one starts over.
         - Each has as many steps as the target's configuration, however slow the machine is.
-        - There are ``count`` of them, or an even number that fits into the time by the speed of a few steps, and none
-          where not even four do. How many is decided once: every text is in the training data of half of them.
-        - Nothing of a shadow model is kept but its signals and its ledger.
+        - There are ``count`` of them, or the even number that fits into the time at the speed of a few timed steps;
+          none if not even four fit. The number is decided once: every text is in the training data of half of them.
+        - Only a shadow model's signals and its ledger are kept.
     """
 
     def __init__(self, parts: Parts, *, count: int, minutes: float) -> None:
@@ -228,7 +229,7 @@ class Shadows:
         """Return the matrix of all suspects, or None if the time is too short for four models."""
 
         def planned(folder: Path, resume: bool) -> dict[str, float]:
-            # Which half the timed model gets is of no account.
+            # It does not matter which half the timed model gets.
             pace = self._pace(folder, suspects, balanced_halves(len(suspects.universe), FEWEST, seed=0)[0])
             each = self.planned * pace["seconds_per_step"] + pace["around"] + scoring
             return pace | {"seconds_each": each, "models": models_in(60 * self.minutes, each, wanted=self.count)}
@@ -262,7 +263,9 @@ class Shadows:
         )
 
     def _pace(self, folder: Path, suspects: Suspects, half: NDArray[np.bool_]) -> dict[str, float]:
-        """Seconds of a step, and of what is done once for each model, by a model of a few steps that is forgotten."""
+        """Return the seconds per step and the fixed seconds per model, timed on a few steps of a model that is
+        discarded.
+        """
         watch, start = _Watch(), time.monotonic()
         self._fit(folder, suspects, half, steps=min(PILOT_STEPS, self.planned), seed=self.parts.seed, watch=watch)
         around = time.monotonic() - start - sum(watch.seconds)
@@ -273,9 +276,9 @@ class Shadows:
     def _one(
         self, folder: Path, *, suspects: Suspects, half: NDArray[np.bool_], attacker: Attacker, number: int, count: int
     ) -> dict[str, float]:
-        for left_over in folder.iterdir():  # of an attempt that was interrupted
+        for left_over in folder.iterdir():  # left by an interrupted attempt
             shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
-        folder.chmod(0o700)  # its log tells of the queries, too
+        folder.chmod(0o700)  # its log reveals facts about the queries, too
         label, watch, start = f"shadow {number + 1} of {count}", _Watch(), time.monotonic()
         seed = self.parts.seed + 1 + number
         model = self._fit(folder, suspects, half, steps=self.planned, seed=seed, label=label, watch=watch)
@@ -304,7 +307,7 @@ class Shadows:
         callbacks = [PrivacyAccountant(run_dir=folder, **self.parts.start), StepProgress(label), watch]
         how = Training(run_dir=folder, make_trainer=make_trainer, callbacks=callbacks)
         train(module, data, how, after_setup=partial(data.train_on, chosen))
-        if len(watch.seconds) < steps:  # stopped by a callback, or by a Trainer that takes an interruption for an end
+        if len(watch.seconds) < steps:  # stopped by a callback, or by a Trainer that treats an interruption as the end
             raise ResumeError(
                 f"A shadow model was trained for {len(watch.seconds)} of {steps} steps and then stopped. The same "
                 "command with resume=true trains it again."
@@ -329,7 +332,7 @@ class _Watch(Callback):
         self._since = 0.0
 
     def typical(self) -> float:
-        """Return the median, without the first step, which has most to set up; a microsecond where there was none."""
+        """Return the median without the first step, which includes setup; a microsecond if there was no step."""
         return float(np.median(self.seconds[1:] or self.seconds or [1e-6]))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

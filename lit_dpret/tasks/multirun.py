@@ -28,12 +28,12 @@ from lit_dpret.tasks.trial import refuse_other_choice, release_behind
 RESULTS = "multirun.md"
 _PLANNED_BY = ("task", "privacy", "datamodule", "trainer", "callbacks", "canaries")
 _COUPLED_BY = ("model", "loss", "negatives")
-_ROUNDING = 1e-9  # of an epsilon that is composed again
-_MOST_RESULTS = 8  # columns that a terminal has room for
+_ROUNDING = 1e-9  # relative tolerance for an epsilon that is composed again
+_MOST_RESULTS = 8  # maximum number of result columns in a terminal
 
 
 def planned_once(run: ComposedRun, task: Any, parts: Parts, known: dict[str, list[PlannedFit]]) -> list[PlannedFit]:
-    """Return the private trainings of a run; from the cache if an equal one was planned before."""
+    """Return the private trainings of a run; from the cache if an equal run was planned before."""
     groups = _PLANNED_BY + (_COUPLED_BY if parts.make_privacy().calibrated_to_loss else ())
     key = run.describe(groups)
     if key not in known:
@@ -42,7 +42,7 @@ def planned_once(run: ComposedRun, task: Any, parts: Parts, known: dict[str, lis
 
 
 def planned_together(plans: Sequence[PlannedFit]) -> dict[str, Any]:
-    """Return epsilon of all trainings together, at the smallest of their deltas, as `siblings_now` has it."""
+    """Return the joint epsilon of all trainings, at the smallest of their deltas, in the form of `siblings_now`."""
     budget = min((one.plan.budget for one in plans), key=lambda budget: budget.delta)
     value, how = compose_across_runs(
         composed(Charge.of(one.releases, one.start.earlier() if one.start else ()) for one in plans),
@@ -54,20 +54,20 @@ def planned_together(plans: Sequence[PlannedFit]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Together:
-    """What the runs of one command are together, and cost."""
+    """The runs of one command as a whole, and their cost."""
 
-    words: Sequence[str]  # sentences for a reader, without their cost
-    siblings: Mapping[str, Any] | None  # for the ledger of each, as `siblings_now` has it; None for a single run
+    words: Sequence[str]  # sentences for a reader, without the cost
+    siblings: Mapping[str, Any] | None  # for each run's ledger, in the form of `siblings_now`; None for a single run
     planned: Mapping[str, Any] | None = None  # from `planned_together`
-    unit: str = ""  # what the epsilon is for, in words
+    unit: str = ""  # the unit that the epsilon protects, in words
 
     @property
     def text(self) -> str:
-        """What a reader is told before the first run."""
+        """The message before the first run."""
         return self._told(None if self.planned is None else self._cost(self.planned["epsilon"], "as planned, "))
 
     def after(self, ledgers: Iterable[Path]) -> str:
-        """Return what a reader is told after the last run: what the ledgers charge, and never less than was planned."""
+        """Return the message after the last run: the cost that the ledgers charge, and never less than was planned."""
         if self.planned is None:
             return self._told(None)
         try:
@@ -101,9 +101,9 @@ class Together:
 
 
 def charged_together(ledgers: Iterable[Path], planned: Mapping[str, Any]) -> tuple[float, str]:
-    """Return epsilon of what these ledgers charge, at the delta of what was ``planned``, and how it is composed.
+    """Return the joint epsilon of these ledgers, at the delta of ``planned``, and the composition method.
 
-    Infinite where one of them proves nothing. Copies of one ledger count once, by the longest of them.
+    It is infinite if one of them proves nothing. Copies of one ledger count once, by the longest of them.
     """
     found: dict[str, Sequence[Mapping[str, Any]]] = {}
     for path in ledgers:
@@ -126,7 +126,7 @@ def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> Togeth
 
 
 def cost_of_all(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> Together:
-    """Return what `tell_cost` prints."""
+    """Return the object whose text `tell_cost` prints."""
     made = [run.make() for run in runs]
     found = _planned(runs, made, varied)
     if found.siblings is not None:
@@ -136,9 +136,9 @@ def cost_of_all(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> Toge
 
 
 def _refuse_untold(parts: Parts, siblings: Mapping[str, Any]) -> None:
-    """Refuse to keep a finished run whose card does not tell of all the private runs beside it.
+    """Refuse to keep a finished run whose card does not mention all private runs of this command.
 
-    To tell of them it would have to be written again with its ledger, and what was made from the run names both.
+    To mention them, the card and ledger would have to be rewritten, and artefacts made from the run name both.
     """
     if not parts.resume or parts.trial_of is not None:
         return
@@ -200,9 +200,9 @@ def _planned(runs: Sequence[ComposedRun], made: Sequence[tuple[Any, Parts]], var
 def siblings_facts(
     runs: int | None, varied: Sequence[str], *, private_runs: int | None = None, without_privacy: int | None = None
 ) -> dict[str, Any] | None:
-    """Return what the ledger of each run of a command tells of all; None for a single run.
+    """Return the facts that each run's ledger records about all runs of a command; None for a single run.
 
-    ``runs`` is None where a sweeper decides how many there are.
+    ``runs`` is None if a sweeper decides the number.
     """
     if runs is not None and runs < 2:
         return None
@@ -212,7 +212,7 @@ def siblings_facts(
 
 
 def _seconds(task: Any, parts: Parts, mode: Any, found: Sequence[PlannedFit]) -> float:
-    """Return how long a run takes by the formulas of ``task=plan``; NaN where they do not know it."""
+    """Return the duration of a run by the formulas of ``task=plan``; NaN if they do not cover it."""
     if type(task) is not Fit or len(found) != 1:
         return math.nan
     with suppress(LitDpretError):
@@ -234,7 +234,7 @@ class Outcomes:
     run_dirs: list[Path] = field(default_factory=list)
 
     def known(self, *, planned: bool) -> AbstractContextManager[None]:
-        """Let a run that begins within this context know of the others; a ``planned`` sweep knows its own trials."""
+        """Return a context in which a starting run knows of the others; a ``planned`` sweep knows its own trials."""
         return among_siblings(None if planned or self.together is None else self.together.siblings)
 
     def add(self, run_dir: Path, settings: Sequence[str], result: Any) -> None:

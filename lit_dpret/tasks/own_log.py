@@ -29,16 +29,16 @@ class OwnLog(Pipeline):
     """Check a log, split it if needed, and run the pipeline with sizes derived from public facts.
 
     Guarantees:
-        - Batches follow from the number of units, which ``zero_out`` and ``replace_one`` take as public, and lengths
-          from the public passages; no setting is chosen by looking at a query.
-        - Nothing is declared in the user's name: the cards name what a rule chose, and on which data the other
-          settings were chosen is unknown until ``tuning_data`` says it.
-        - A run does not go on with another log, nor without the report of the check.
+        - Batch sizes follow from the number of units, which ``zero_out`` and ``replace_one`` take as public, and
+          lengths from the public passages; no setting is chosen by looking at a query.
+        - Nothing is declared in the user's name: the cards name the settings chosen by rule, and state that the data
+          used to choose the others are unknown, unless ``tuning_data`` says otherwise.
+        - A run does not continue with another log, nor without the report of the check.
     """
 
-    # Tokens at which passages are cut; None for the least that cuts under 5 % of them.
+    # Tokens at which passages are cut; None for the smallest length that cuts under 5 % of them.
     passage_length: Annotated[int, Least(8)] | None = None
-    longest: Annotated[int, Least(8)] = 128  # what ``passage_length`` does not exceed by itself, for the sake of time
+    longest: Annotated[int, Least(8)] = 128  # upper limit for an automatic ``passage_length``, to save time
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Run the check, the split and every unfinished stage of the pipeline; return its numbers."""
@@ -65,17 +65,19 @@ class OwnLog(Pipeline):
         return super().run(parts)
 
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
-        """Refuse: the trainings depend on a split that does not exist before the task runs."""
+        """Refuse to plan: the trainings depend on a split that does not exist before the task runs."""
         raise UnplannedError("task=own_log decides its sizes when it runs. In a sweep or a plan use task=pipeline.")
 
     def _split(self, parts: Parts, data: Any) -> dict[str, Any]:
-        """Return the settings that read the log with a test split: those given, or those of a split that is written."""
+        """Return settings that read the log with a test split: none if it has one, otherwise those of a newly written
+        split.
+        """
         folder, check = parts.run_dir / SPLIT, parts.run_dir / CHECK
         begun = Stages(check, resume=parts.resume, fingerprint="task=own_log")
         if folder.exists() and not (check / STAGES_NAME).exists():
             raise ConfigurationError(f"{folder} is of another task. Choose another hydra.run.dir.")
         data.prepare_data()
-        is_split, splits = True, set[str]()  # or unreadable, which the check reports, as every other problem
+        is_split, splits = True, set[str]()  # also if unreadable, which the check reports like any problem
         with suppress(DataError):
             log = data.read_collection(Problems(examples=0))
             splits = set(log.qrels)
@@ -86,7 +88,7 @@ class OwnLog(Pipeline):
                 f"The log has the splits {', '.join(sorted(splits))}, and task=own_log compares on the split test. "
                 "Call one of them test, or leave the splits out: then the log is split by user."
             )
-        # The report is written last, and is as private as the log; it is kept beside the split for the owner.
+        # The report is written last, and is as private as the log; it is kept next to the split for the owner.
         if not ((check / STAGES_NAME).exists() and (check / PAGE).exists() and (is_split or folder.exists())):
             shutil.rmtree(folder, ignore_errors=True)
             (check / PAGE).unlink(missing_ok=True)
@@ -97,7 +99,7 @@ class OwnLog(Pipeline):
                 CheckData(write_split=None if is_split else folder).run(
                     replace(parts, run_dir=check, command=program), show=False
                 )
-            except LitDpretError:  # the corrected log may take the folder
+            except LitDpretError:  # the corrected log may use the folder
                 (check / STAGES_NAME).unlink()
                 raise
             say(f"no problems in the log; the whole check: {check / PAGE}")
@@ -107,7 +109,9 @@ class OwnLog(Pipeline):
         return {**unset, "folder": str(folder)}
 
     def _fit_sizes(self, parts: Parts) -> None:
-        """Set batches and lengths, and say what was chosen and why; the cards name what a rule chose, and no more."""
+        """Set batch sizes and lengths, and print what was chosen and why; the cards only name the settings chosen by
+        rule.
+        """
         data = parts.read_data(expected_batch_size=None, sample_rate=None)
         mode = parts.make_privacy()
         data.use_unit(getattr(mode, "unit", "query"), getattr(mode, "neighbours", "zero_out"))

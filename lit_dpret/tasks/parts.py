@@ -47,7 +47,7 @@ class Parts:
     make_trainer: Callable[..., Any]
     make_outline: Callable[..., Any] = no_outline
     make_callbacks: Callable[[], list[Any]] = list
-    make_loggers: Callable[..., list[Any]] = lambda **_: []  # a stage names its own folder, ``run_dir``
+    make_loggers: Callable[..., list[Any]] = lambda **_: []  # a stage passes its own folder as ``run_dir``
     make_canaries: Callable[[], Any] = lambda: None
     make_federation: Callable[[], Any] = lambda: None
     make_run: Callable[[Sequence[str]], ComposedRun] | None = None
@@ -59,7 +59,7 @@ class Parts:
     command: str = field(default="python train.py")
 
     def read_data(self, stage: str = "fit", **settings: Any) -> Any:
-        """Build the datamodule, let it download what it needs, and read it."""
+        """Build the datamodule, let it download missing files, and read it."""
         data = self.make_datamodule(**settings)
         data.prepare_data()
         data.setup(stage)
@@ -110,7 +110,7 @@ def some_of(knob: str, given: Sequence[T] | None, known: Collection[T]) -> list[
 
 def require_budgets(knob: str, values: Sequence[float | None], *, some: bool = False) -> None:
     """Refuse epsilons that are not all different and positive; with ``some``, also an empty list."""
-    wrong = any(value is not None and not 0 < value < float("inf") for value in values)  # None is no privacy
+    wrong = any(value is not None and not 0 < value < float("inf") for value in values)  # None means no privacy
     if wrong or (some and not values) or len(set(values)) < len(values):
         raise ConfigurationError(f"{knob}={list(values)} must be different positive, finite numbers.")
 
@@ -127,7 +127,7 @@ def say(*lines: str) -> None:
 
 
 def say_unaccounted(card: Mapping[str, Any], knob: str = "task.tuning_data") -> None:
-    """Tell on stderr where a card with an epsilon says that it does not cover how settings were chosen."""
+    """Print on stderr if a card with an epsilon does not cover the choice of settings."""
     if card["claim"]["epsilon"] is not None and not card["tuning"]["accounted"]:
         sys.stderr.write(f"on the card: {without_repetition(card['tuning']['text'])} ({knob})\n")
 

@@ -1,8 +1,8 @@
 """`task=pipeline`: from a private query log to synthetic queries, a retriever, a card and a report.
 
-The retriever that learns from DP synthetic queries stands beside BM25, the untrained encoder, and the same retriever
-trained on the real queries without privacy, on them under DP, and on pseudo-queries that nobody asked.
-Each private system is a release of its own; a reader who publishes two of them, or the better one, adds them up.
+The retriever trained on DP synthetic queries is compared with BM25, the untrained encoder, and the same retriever
+trained on the real queries without privacy, on the real queries under DP, and on pseudo-queries taken from the
+passages. Each private system is a separate release; whoever publishes two of them, or the better one, must add them up.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Pipeline(Settings):
 
     undeclared_results: ClassVar[bool] = True  # of the DataModule's test queries
     results_without_privacy: ClassVar[tuple[str, ...]] = (_UNPROTECTED,)
-    """Results of systems without privacy, by which no private runs may be chosen."""
+    """Results of systems without privacy, which must not decide the choice of a private run."""
 
     generator: Callable[..., Any]
     retriever: Callable[..., Any]
@@ -170,14 +170,14 @@ class Pipeline(Settings):
         return {**told, **({SCORE: rows["synthetic"].metrics["nDCG@10"].mean} if "synthetic" in rows else {})}
 
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
-        """Return the private trainings of ``run``, of the retriever and of the generator."""
+        """Return the private trainings of ``run``: of the retriever and of the generator."""
         self._parts = parts
         if parts.make_privacy().guarantee != "dp":
             return []
         return [fit for stage in _PRIVATE_STAGES for fit in self._planned(stage)]
 
     def _planned(self, stage: str) -> list[PlannedFit]:
-        """Return the private training of one stage, as a list; an empty one where its system is not asked for."""
+        """Return the private training of one stage, as a list; empty if its system is not requested."""
         system, make, steps, clip = {
             "direct": ("direct", self.retriever, self.retriever_steps, self.retriever_max_grad_norm),
             "generator": ("synthetic", self.generator, self.generator_steps, self.generator_max_grad_norm),
@@ -193,11 +193,11 @@ class Pipeline(Settings):
         return plan_fit(mode, data, self._trainer(steps)(logger=False), make_module=make)
 
     def _require_room(self, privacy: Any) -> None:
-        """Plan all private trainings first, so that none is found impossible after another has spent its budget.
+        """Plan all private trainings first, so that none turns out impossible after another has spent its budget.
 
-        Each of them reserves for itself when it begins, so another run may still take the room between them.
+        Each reserves its own budget when it starts, so another run may still take the room in between.
         """
-        # A sweep has planned and reserved its trials, and what was begun before is counted already.
+        # A sweep has already planned and reserved its trials, and stages that have begun are already counted.
         if privacy.guarantee != "dp" or self._parts.trial_of is not None:
             return
         waiting = [one for one in _PRIVATE_STAGES if not (self._parts.run_dir / one / LEDGER_NAME).exists()]
@@ -208,9 +208,9 @@ class Pipeline(Settings):
             ledger.require([release for fit in planned for release in fit.releases])
 
     def _together(self, privacy: Any) -> Mapping[str, Any] | None:
-        """Return what the ledger of each private training tells of the other; nothing where there is one.
+        """Return what the ledger of each private training records about the other; None if there is only one.
 
-        A command or a sweep that starts this task several times knows of more of them.
+        A command or a sweep that starts this task several times knows of more trainings.
         """
         if siblings_now() is not None or privacy.guarantee != "dp" or self._parts.trial_of is not None:
             return siblings_now()
@@ -243,7 +243,7 @@ class Pipeline(Settings):
         )  # fmt: skip
 
     def _data_of_system(self, mode: PrivacyMode) -> Any:
-        """Return a retriever's data; if the sample rate must not be derived from n, with the declared rate."""
+        """Return a retriever's data; with the declared sample rate if the rate must not be derived from n."""
         declared = mode.guarantee == "dp" and mode.neighbours == "add_or_remove"
         return self._parts.make_datamodule(
             max_passages=self.max_passages, expected_batch_size=None, physical_batch_size=self.retriever_batch,
@@ -288,7 +288,7 @@ class Pipeline(Settings):
         def work(folder: Path, resume: bool) -> dict[str, Any]:
             L.seed_everything(self._parts.seed, verbose=False)
             model = self._retriever(privacy())
-            if data is not None:  # all its queries were encoded for the round trip, and are in the cache as a whole
+            if data is not None:  # its queries were all encoded for the round trip; the cache holds them as a whole
                 whole = self._made(Path(str(data.folder)), card=data.require_privacy_card)
                 whole.setup("fit")
                 model.prepare(whole)
@@ -307,7 +307,7 @@ class Pipeline(Settings):
         return RowResult(system=label, metrics=metrics, privacy=privacy_line(card))
 
     def _from_synthetic(self, privacy: PrivacyMode) -> RowResult:
-        """Generator, synthetic queries, and the retriever that learns from those that pass the round trip."""
+        """Train the generator, write synthetic queries, and train a retriever on those that pass the round trip."""
         self._stages.run("generator", lambda folder, resume: self._train_generator(folder, resume, privacy))
         self._stages.run("synthetic", self._synthesize)
         made = self._consistent("round_trip", self._parts.run_dir / "synthetic" / "data")
@@ -340,7 +340,9 @@ class Pipeline(Settings):
         )  # fmt: skip
 
     def _consistent(self, name: str, folder: Path, *, card: bool = True) -> SyntheticDataModule:
-        """Return the queries of ``folder`` that find their own passage, or all without a filter; stage ``name``."""
+        """Return the queries of ``folder`` that find their own passage, or all without a filter; runs as stage
+        ``name``.
+        """
 
         def work(stage: Path, resume: bool) -> dict[str, Any]:
             data = self._made(folder, card=card)
@@ -370,7 +372,7 @@ class Pipeline(Settings):
         return self._made(folder, keep, card=card)
 
     def _no_private_data(self) -> RowResult:
-        """Return the row of the same retriever, trained on pseudo-queries that are made of the public passages."""
+        """Return the row of the same retriever, trained on pseudo-queries generated from the public passages."""
         folder = self._parts.run_dir / "pseudo_queries"
         self._stages.run(
             "pseudo_queries",
@@ -382,9 +384,9 @@ class Pipeline(Settings):
         return replace(row, privacy=privacy_of_encoder(start.pretrained, start))
 
     def _tell(self, rows: dict[System, RowResult]) -> dict[str, float]:
-        """Write and print the results, and the page where there are synthetic queries; return nDCG@10 by system."""
+        """Write and print the results, and the page if there are synthetic queries; return nDCG@10 by system."""
         folder, table = self._parts.run_dir, list(rows.values())
-        self._stages.begin()  # rows without a stage are results of this run as well
+        self._stages.begin()  # rows without a stage are also results of this run
         queries, qrels = self._searched.evaluation_set("test")
         about = data_facts(self._searched, passages := self._searched.public_passages(), queries, qrels)
         write_json(table, folder / "results.json", about)
@@ -409,7 +411,7 @@ class Pipeline(Settings):
         return {row.system: row.metrics["nDCG@10"].mean for row in table}
 
     def _report(self, table: list[RowResult], evaluated_on: str) -> None:
-        """Write the page, and print what it shows in short; its sample of queries is chosen by hash of id."""
+        """Write the page and print a short version of it; its sample of queries is chosen by a hash of the id."""
         folder = self._parts.run_dir
         synthetic = self._made(folder / "synthetic" / "data")
         synthetic.setup("fit")

@@ -26,7 +26,7 @@ def rank_embeddings(
     query_ids: Sequence[str], query_embeddings: Tensor, passage_ids: Sequence[str], passage_embeddings: Tensor, *,
     k: int = 100, find: Callable[..., TopK] = search,
 ) -> Ranking:  # fmt: skip
-    """Return the ``k`` nearest passages of every query by dot product, with the search ``find``."""
+    """Return the ``k`` nearest passages of every query by dot product, using the search ``find``."""
     top = find(query_embeddings, passage_embeddings, min(k, len(passage_ids)), tie_rank=lexicographic_rank(passage_ids))
     return Ranking(query_ids=query_ids, passage_ids=passage_ids, top=top)
 
@@ -35,7 +35,7 @@ def score_embeddings(
     query_ids: Sequence[str], query_embeddings: Tensor, passage_ids: Sequence[str], passage_embeddings: Tensor,
     qrels: Qrels,
 ) -> EvaluationResult:  # fmt: skip
-    """Rank the first 100, and evaluate on the full qrels."""
+    """Rank the first 100 passages, and evaluate on the full qrels."""
     return evaluate(rank_embeddings(query_ids, query_embeddings, passage_ids, passage_embeddings), qrels)
 
 
@@ -51,7 +51,7 @@ def rank_stream(
     query_ids: Sequence[str], query_embeddings: Tensor, passage_ids: Sequence[str], pieces: Iterable[Tensor], *,
     k: int = 100, device: str | None = None,
 ) -> Ranking:  # fmt: skip
-    """Return the ``k`` nearest of passages whose embeddings arrive in parts and are not stored."""
+    """Return the ``k`` nearest passages, whose embeddings arrive in pieces and are not stored."""
     stream = SearchStream(
         query_embeddings, min(k, len(passage_ids)), tie_rank=lexicographic_rank(passage_ids), device=device
     )
@@ -77,19 +77,19 @@ class Ranker(Settings):
     """Rank passages for queries, best first."""
 
     encoder: str  # ``minilm``, the folder of a trained encoder, a hub name, or ``bm25``
-    max_passage_length: int | None = None  # tokens of a passage that are read; null for what the encoder's folder says
+    max_passage_length: int | None = None  # maximum tokens read of a passage; null for the encoder folder's value
     max_query_length: int | None = None  # the same for a query
-    # Where to keep passage embeddings between runs, and to go on with them after an interruption; null keeps none, and
-    # searches each piece of the corpus while the next is encoded.
+    # The folder that keeps passage embeddings between runs and across interruptions; null keeps none, and searches each
+    # piece of the corpus while the next is encoded.
     cache_dir: str | OutputFolder | None = None
     # ``exact``; ``faiss:FACTORY`` (extra ``faiss-cpu`` or ``faiss-gpu``) or ``scann`` (extra ``scann``), which hold all
-    # passages.
+    # passages in memory.
     search: str = "exact"
-    # In which the encoder computes: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
+    # The encoder's computing precision: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
     dtype: str = "float32"
     batch_size: int = 64  # texts per forward pass
     device: str = "cpu"  # where to encode and search
-    # Processes of a Ray cluster that embed passages, each with the encoder; 0 embeds in this one. The result is the
+    # Processes of a Ray cluster that embed passages, each with the encoder; 0 embeds in this process. The result is the
     # same.
     workers: Natural = 0
     # Fields of `lit_dpret.retrieval.bm25.BM25Settings`, for ``bm25``.
@@ -135,7 +135,7 @@ class Ranker(Settings):
         ):
             if self.cache_dir is None and self.search == "exact":
                 pieces = tower.encode_stream(texts, "passage", progress=progress, over=over, **how)
-                # On a CPU the two would only take each other's cores.
+                # On a CPU, encoding and searching would only compete for cores.
                 pieces = pieces if self.device == "cpu" else ahead(pieces)
                 return rank_stream(list(queries), asked, ids, pieces, k=k, device=self.device)
             found = tower.encode(texts, "passage", progress=progress, cache_dir=self.cache_dir, over=over, **how)

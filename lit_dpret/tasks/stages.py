@@ -36,13 +36,14 @@ class Stages:
     """Run named stages in order inside one run folder; stage ``x`` gets ``run_dir/x``.
 
     Guarantees:
-        - A stage that finished is not run again; its recorded result is returned.
-        - A stage is recorded as finished only after all of it was written, for its owner alone: results are often
-          measures of single private queries.
-        - What a finished stage leaves with a card that claims nothing lies in a folder for its owner alone.
-        - A run that is bound to its data (`on_data`) does not go on with others, nor with another ``fingerprint``.
-        - A run whose first stage was refused before it wrote anything but ``scratch`` was never begun: the corrected
-          command may take its folder.
+        - A finished stage is not run again; its recorded result is returned.
+        - A stage is recorded as finished only after all of it was written. Only the owner can read the record: results
+          are often measures of single private queries.
+        - The output of a finished stage whose card claims nothing is in a folder that only its owner can read.
+        - A run that is bound to its data (`on_data`) does not continue with other data, nor with another
+          ``fingerprint``.
+        - If the first stage fails before it writes anything but ``scratch``, the run counts as never begun: the
+          corrected command may use its folder.
     """
 
     def __init__(self, run_dir: Path, *, resume: bool, fingerprint: str, scratch: Sequence[str] = ()) -> None:
@@ -76,9 +77,9 @@ class Stages:
     def begin(self) -> Stages:
         """Mark the folder for this run, which ``resume=true`` with the same settings continues; return self.
 
-        The first stage does it; a task that writes before its first stage calls it itself.
+        The first stage calls it; a task that writes before its first stage calls it itself.
         """
-        # For the owner alone: where a task reads private texts, the hash is one of them, and they can be guessed.
+        # Only for the owner: where a task reads private texts, their hash would let a reader check guesses.
         mark = f"{self._fingerprint}\n{data}" if (data := self._data or self._begun_on) else self._fingerprint
         write_whole(self.run_dir / STAGES_NAME, mark, owner_only=True)
         return self
@@ -117,7 +118,7 @@ class Stages:
         return result
 
     def _files(self) -> set[Path]:
-        """Return all files of the run but logs, hidden ones, the mark and what is scratch."""
+        """Return all files of the run except logs, hidden files, the mark and ``scratch``."""
         found = (path.relative_to(self.run_dir) for path in self.run_dir.rglob("*") if path.is_file())
         return {
             path

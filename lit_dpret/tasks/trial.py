@@ -17,7 +17,7 @@ from lit_dpret.sweeps import SweepFolder, write_result
 from lit_dpret.tasks.parts import Parts
 
 _RELEASE = ("datamodule.folder", "datamodule.data")  # settings that name the release of ``privacy=synthetic``
-_WHOSE = ("data", "whose", "queries", "reference", "tuning_data")  # settings of tasks that say whose the queries are
+_WHOSE = ("data", "whose", "queries", "reference", "tuning_data")  # task settings that say whose the queries are
 
 
 class TrialOf:
@@ -49,7 +49,7 @@ class TrialOf:
         self._left_out = results_without_privacy(task, mode)
 
     def finish(self, overrides: Sequence[str], result: Any) -> None:
-        """Record the trial and its result, on the first rank; nobody may choose by results without privacy."""
+        """Record the trial and its result, on the first rank, without results that no choice may use."""
         if getattr(rank_zero_only, "rank", 0):
             return
         named = self.sweep.parameters
@@ -66,13 +66,13 @@ def release_behind(mode: Any, parts: Parts) -> str | None:
 
 
 def results_without_privacy(task: Any, mode: Any) -> Sequence[str]:
-    """Return results of a private task from a model trained on the same data without privacy."""
+    """Return the names of results in a private task that come from a model trained on the same data without privacy."""
     found: Sequence[str] = getattr(task, "results_without_privacy", ()) if mode.guarantee == "dp" else ()
     return found
 
 
 def refuse_unprivate_choice(task: Any, mode: Any, name: str | None, *, knob: str) -> None:
-    """Refuse to choose among private runs by such a result."""
+    """Refuse to choose among private runs by a result without privacy."""
     if name in results_without_privacy(task, mode):
         raise ConfigurationError(
             f"{knob}={name} under privacy={mode.name}: that result is of a model trained on the private queries "
@@ -81,7 +81,7 @@ def refuse_unprivate_choice(task: Any, mode: Any, name: str | None, *, knob: str
 
 
 def private_scores(task: Any, callbacks: Sequence[Any]) -> list[str]:
-    """Return the settings by which a run computes results on private queries, such as ``task.data=private``."""
+    """Return the settings that make a run compute results on private queries, such as ``task.data=private``."""
     said = [(f"task.{name}", getattr(task, name, None)) for name in _WHOSE]
     said += [("callbacks.evaluation.data", one.data) for one in callbacks if isinstance(one, RetrievalEvaluation)]
     return [f"{knob}=private" for knob, value in said if isinstance(value, str) and value == "private"]
@@ -115,12 +115,12 @@ def refuse_other_choice(
     task: Any, parts: Parts, objective: str | None, varied: Sequence[str] = (), *,
     releases: Collection[Any] | None = None,
 ) -> None:  # fmt: skip
-    """Refuse cards with no choice, or another one, in a multirun of private runs without a sweep.
+    """Refuse cards that state no choice, or another one, in a multirun of private runs without a sweep.
 
-    Such runs train on private data (``planned_fits``), release something else of them (``releases_itself``), or derive
-    something from several releases: those that ``privacy=synthetic`` trains on, or that the settings
-    ``derives_from`` of a task name (``*`` for anything). A difference in the seed alone is not a choice.
-    ``releases`` are what each of the runs is derived from, by `release_behind`; None where it is not known.
+    Such runs train on private data (``planned_fits``), release something else computed from them (``releases_itself``),
+    or derive something from several releases: those that ``privacy=synthetic`` trains on, or that the settings in a
+    task's ``derives_from`` name (``*`` for anything). A difference in the seed alone is not a choice. ``releases`` are
+    the sources of the runs, from `release_behind`; None if they are unknown.
     """
     if parts.trial_of is not None:
         return
@@ -143,14 +143,14 @@ def refuse_other_choice(
 
 
 def _of_several_releases(task: Any, mode: Any, differing: Sequence[str], releases: Collection[Any] | None) -> bool:
-    """Return whether the runs of a multirun are derived from several releases; where it is not known, may be."""
+    """Return whether the runs of a multirun are, or may be, derived from several releases."""
     if mode.guarantee == "inherited" and hasattr(task, "planned_fits"):
         return len(set(releases)) > 1 if releases is not None else bool({*differing} & {"datamodule", *_RELEASE})
     return any(fnmatch(name, known) for name in differing for known in getattr(task, "derives_from", ()))
 
 
 def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str, metric: str | None = None) -> None:
-    """Refuse a trial without a bounded cost, or that contradicts its sweep about the comparison data."""
+    """Refuse a trial without a bounded cost, or one that contradicts its sweep about the comparison data."""
     if not hasattr(task, "planned_fits"):
         raise ConfigurationError(
             f"trial_of and task.file are for task=fit and task=pipeline: the releases of {type(task).__name__} are not "
