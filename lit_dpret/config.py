@@ -19,10 +19,10 @@ import yaml
 from lit_dpret.errors import ConfigurationError
 
 CONFIG_MODULE = "lit_dpret.configs"
-# The choices of the studies, which stand beside the package in a clone and are not part of the wheel.
+# The choices of the studies, which are next to the package in a clone and are not part of the wheel.
 STUDIES = Path(__file__).resolve().parent.parent / "reproduction" / "configs"
 
-# How --help and the list of tasks arrange them.
+# The groups in which --help and the list of tasks show them.
 TASK_GROUPS = {
     "plan and check": ("plan", "doctor", "check_data"),
     "train": ("fit", "fit_scored", "pipeline", "own_log", "sweep"),
@@ -40,19 +40,19 @@ TASK_GROUPS = {
 class Key:
     """One setting."""
 
-    name: str  # with dots, as it is set on the command line
-    default: str  # as the file has it
-    comment: str  # what stands behind it in the file
-    argument: tuple[str, str] | None = None  # the class that it is an argument of, and its name there
+    name: str  # with dots, as on the command line
+    default: str  # as written in the file
+    comment: str  # the comment after it in the file
+    argument: tuple[str, str] | None = None  # the class that takes it as an argument, and the argument's name
 
     @property
     def text(self) -> str:
-        """The constructor's documentation of the key, else empty; it imports that class, which may take long."""
+        """The constructor's documentation of the key, else empty; it imports that class, which may be slow."""
         return "" if self.argument is None else arguments_of(self.argument[0]).get(self.argument[1], "")
 
     @property
     def explanation(self) -> str:
-        """What it does and which values it takes: the constructor's documentation, else the file's comment."""
+        """Its effect and allowed values: the constructor's documentation, else the file's comment."""
         told = self.text or self.comment
         return f"{told} ({self.comment})" if self.text and "|" in self.comment else told
 
@@ -63,7 +63,7 @@ class Choice:
 
     group: str
     name: str
-    summary: str  # the first sentence of the comment that the file begins with
+    summary: str  # the first sentence of the comment at the top of the file
     target: str | None  # the class that it constructs, if any
     keys: tuple[Key, ...]
     example: str = ""  # the first command in that comment
@@ -89,7 +89,7 @@ def _files(group: str) -> dict[str, Traversable]:
 
 
 def alike(word: str, known: Iterable[str], cutoff: float = 0.8) -> list[str]:
-    """Return the known name that ``word`` nearly is, case and signs aside; none where nothing is near.
+    """Return the known name closest to ``word``, ignoring case and punctuation; empty if none is close.
 
     Example:
         >>> alike("check-data", ["check_data", "plan"]), alike("Fit", ["fit"]), alike("train", ["fit"])
@@ -112,10 +112,11 @@ def top_level() -> Choice:
 
 
 def listed(word: str | None = None) -> str:
-    """Return what ``lit-dpret list`` prints, for a terminal.
+    """Return the output of ``lit-dpret list``, for a terminal.
 
-    Without a ``word`` the groups with their choices; of a group its choices with a sentence each; of ``group=choice``
-    its settings; of any other word, what has it in its name, or else in what the files say of it.
+    Without a ``word``, list the groups with their choices; for a group, its choices with a sentence each; for
+    ``group=choice``, its settings. For any other word, list choices and settings whose names contain it, or else those
+    whose descriptions do.
     """
     if word is None:
         width = max(map(len, groups()))
@@ -139,7 +140,7 @@ def listed(word: str | None = None) -> str:
 
 
 def _found(word: str) -> str:
-    """The choices and settings that have ``word`` in their name; without any, those described by it."""
+    """Return the choices and settings whose names contain ``word``; if there are none, those whose descriptions do."""
     wanted = word.lower()
     every = [top_level(), *(choice for group in groups() for choice in choices(group))]
     # An experiment sets keys of other groups, which are described there.
@@ -209,7 +210,7 @@ def tasks_by_kind() -> dict[str, list[str]]:
 
 
 def format_help(program: str) -> str:
-    """Return what ``--help`` prints: the tasks by kind with an example each, and where the settings are described."""
+    """Return the output of ``--help``: the tasks by kind with an example each, and where the settings are described."""
     examples = {choice.name: choice.example.replace("python train.py", program) for choice in choices("task")}
     width = max(map(len, examples))
 
@@ -272,7 +273,7 @@ def _cell(text: str) -> str:
 
 
 def _with_shared(group: str, text: str) -> list[Key]:
-    """Return the keys of a file and of those that its defaults include, its own first."""
+    """Return the keys of a file and of the files that its defaults include, its own first."""
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     found = list(_keys(node, text.splitlines())) if isinstance(node, yaml.MappingNode) else []
     for part in (yaml.safe_load(text) or {}).get("defaults", ()):
@@ -313,7 +314,7 @@ def _read(group: str, name: str, text: str) -> Choice:
 
 
 def _summary(lines: list[str]) -> str:
-    """The first sentence of the comment at the top; commands and Hydra's own line are left out."""
+    """Return the first sentence of the comment at the top, without commands and Hydra's own line."""
     told: list[str] = []
     for line in lines:
         if not line.startswith("#"):
@@ -333,7 +334,7 @@ def _summary(lines: list[str]) -> str:
 def _keys(node: yaml.MappingNode, lines: list[str], prefix: str = "") -> Iterator[Key]:
     named = {key.value for key, _ in node.value}
     for key, value in node.value:
-        if key.value == "<<":  # what an anchor brings, but for what this mapping says itself
+        if key.value == "<<":  # keys of a merged anchor that this mapping does not override
             yield from (
                 k for k in _keys(value, lines, prefix) if k.name.removeprefix(prefix).split(".")[0] not in named
             )
@@ -355,7 +356,7 @@ def _keys(node: yaml.MappingNode, lines: list[str], prefix: str = "") -> Iterato
 
 
 def _continued(behind: str, lines: list[str], row: int) -> str:
-    """The comment behind a value in line ``row``, with the lines below that go on in its column."""
+    """Return the comment after a value in line ``row``, with the lines below that continue in its column."""
     column = lines[row].index("#", len(lines[row]) - len(behind))
     told = [lines[row][column:]]
     for line in lines[row + 1 :]:
@@ -366,7 +367,7 @@ def _continued(behind: str, lines: list[str], row: int) -> str:
 
 
 def _above(lines: list[str], row: int, column: int) -> str:
-    """The comment in the lines right above a key, in its column; not the one that the file begins with."""
+    """Return the comment directly above a key, in its column; not the one at the top of the file."""
     first = row
     while first and lines[first - 1][column:].startswith("#") and not lines[first - 1][:column].strip():
         first -= 1

@@ -1,7 +1,7 @@
 """Errors that a user can cause and fix, and the names of settings in their messages.
 
-The command line prints a refusal alone, without a traceback, and exits with status 2; inside another project it is an
-ordinary exception, whose text says Python's words for settings and values (`in_python`).
+The command line prints only the message of a refusal, without a traceback, and exits with status 2. Inside another
+project it is an ordinary exception, whose text uses Python's names for settings and values (`in_python`).
 """
 
 import gzip
@@ -13,7 +13,7 @@ from json import JSONDecodeError
 #: Set by the command line, whose errors name its own settings.
 on_command_line = False
 
-#: What Python calls the choices of the command line that errors name.
+#: The Python names of the command-line choices that errors mention.
 _CHOICES = {
     "privacy": {
         "none": "NoPrivacy", "dp_sgd": "DPSGD", "logit_dp": "LogitDP", "batch_clip": "BatchClip",
@@ -47,7 +47,7 @@ _VALUES = {"true": "True", "false": "False", "null": "None"}
 _WORDS: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
     (r"(?<![\w.])resume=true\b", lambda found: "PrivacyAccountant(resume=True)"),
     (r"\bhydra\.run\.dir\b", lambda found: "default_root_dir of the Trainer"),
-    # Arguments of what is in the user's hand, and no names of files.
+    # Arguments of objects that the user holds, but not file names.
     (
         r"(?<![\w./])(?:privacy|model|datamodule)\.(?=[a-z])"
         r"(?!(?:safetensors|json|jsonl|md|html|pt|py|ckpt|yaml|gguf)\b)",
@@ -71,12 +71,12 @@ _WORDS: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
 
 
 def _choice(group: str, name: str) -> str:
-    """Return a choice as Python writes it; of privacy with the argument, for a sentence may begin with it."""
+    """Return a choice as Python writes it; for privacy with the argument, since a sentence may begin with it."""
     return f"privacy={_CHOICES[group][name]}" if group == "privacy" else _CHOICES[group][name]
 
 
 def _quoted(value: str) -> str:
-    """Return a text as Python writes it; what is not text, or quoted already, unchanged."""
+    """Return a text as Python writes it; return other values, and quoted texts, unchanged."""
     return value if value in (*_VALUES, *_VALUES.values()) or value[0] in "'\"" else repr(value)
 
 
@@ -95,7 +95,7 @@ def in_python(sentence: str) -> str:
 
 
 def told(sentence: str) -> str:
-    """Return a message with settings named as the user sets them."""
+    """Return a message with settings named the way the user sets them."""
     return sentence if on_command_line else in_python(sentence)
 
 
@@ -104,14 +104,14 @@ class LitDpretError(Exception):
 
     def __init__(self, *args: object, trap: str | None = None) -> None:
         super().__init__(*args)
-        self.trap = trap  # the one of `lit_dpret.callbacks.traps` that it keeps out of, as ``T1``
+        self.trap = trap  # the trap of `lit_dpret.callbacks.traps` that the error prevents, such as ``T1``
 
     def __str__(self) -> str:
         return told(self.sentence)
 
     @property
     def sentence(self) -> str:
-        """The text for cards, which others recompute: the same wherever the error was raised."""
+        """The text for cards, which others recompute: identical wherever the error was raised."""
         return super().__str__()
 
 
@@ -122,10 +122,10 @@ class ConfigurationError(LitDpretError, ValueError):
 class DataError(LitDpretError, ValueError):
     """Input data that is missing, malformed or contradicts itself.
 
-    The sentence may name files, lines, ids and columns, and never a text; reports count problems by their ``kind``.
+    The sentence may name files, lines, ids and columns, but never a text; reports count problems by their ``kind``.
     """
 
-    record: tuple[str, int] | None = None  # the file and the number of the record that is left out for it
+    record: tuple[str, int] | None = None  # the file and the number of the record that is left out because of it
 
     def __init__(self, *args: object, kind: str = "malformed data", trap: str | None = None) -> None:
         super().__init__(*args, trap=trap)
@@ -141,7 +141,7 @@ class UnsupportedModelError(LitDpretError, TypeError):
 
 
 class UnplannedError(ConfigurationError):
-    """What a run will cost is decided when it runs, so that nothing can be planned or reserved for it."""
+    """The cost of a run is decided while it runs, so nothing can be planned or reserved for it."""
 
 
 class UnsupportedAccountingError(ConfigurationError):
@@ -157,7 +157,7 @@ class BudgetExceededError(LitDpretError, RuntimeError):
 
 
 class DivergenceError(LitDpretError, ArithmeticError):
-    """The weights of a private run are NaN or infinite: further steps would be paid for, and change nothing."""
+    """The weights of a private run are NaN or infinite: further steps would spend budget and change nothing."""
 
 
 class LedgerError(LitDpretError, RuntimeError):
@@ -200,13 +200,13 @@ def schema_problem(found: object, known: str) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error; if it ends in a colon, with the second."""
+    """Return the first line of another library's error, joined with the second if the first ends in a colon."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def unwritten(error: Exception) -> str:
-    """Return why a file could not be written: the system's words, also where safetensors passes them on.
+    """Return why a file could not be written: the system's message, even if safetensors wraps it.
 
     Example:
         >>> unwritten(OSError(28, "No space left on device")), unwritten(ValueError("Error while serializing: full"))
@@ -216,7 +216,8 @@ def unwritten(error: Exception) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """Return in plain words why a file or a message cannot be read; of what Python quotes, names of keys alone.
+    """Return in plain words why a file or a message cannot be read; of the values that Python quotes, keep only key
+    names.
 
     Texts of the data are left out, since errors are printed and logged.
 

@@ -14,17 +14,17 @@ from typing import Any, TypeAlias
 
 from lit_dpret.errors import ConfigurationError, DataError, StorageError, schema_problem
 
-# Of a folder of synthetic data: one room writes it, and another one reads it, which may not import each other.
+# Names in a folder of synthetic data: the packages that write and read it may not import each other.
 CARD_NAME = "privacy_card.json"
 SUMMARY_NAME = "generation.json"
-# What a setting names to write: `lit_dpret.tasks.parts.check_output` refuses bad values early, by these annotations.
+# Output paths of settings: `lit_dpret.tasks.parts.check_output` uses these annotations to refuse bad values early.
 OutputFile: TypeAlias = Path
 OutputFolder: TypeAlias = Path
 SYNTHETIC_SCHEMA = "lit-dpret/synthetic-data/1"
 
 
 def meant(folder: str | Path, *names: str) -> str:
-    """Return the end of a refusal of a folder without ``names``: it does not exist, or a folder that has them."""
+    """Return the hint after a refusal of a folder without ``names``: it does not exist, or which subfolder has them."""
     place = Path(folder).expanduser()
     if not place.exists():
         return f" {place} does not exist."
@@ -38,20 +38,20 @@ def write_whole(
     """Write a file atomically, by renaming: a reader sees the old or the new file, even after a crash.
 
     Args:
-        path: The file; folders that are missing are made.
+        path: The file; missing folders are created.
         content: A text, which is written as UTF-8, or bytes, all at once or chunk by chunk.
-        owner_only: Nobody but its owner may read the file, from its first byte on, nor list its folder, if that is new.
-            Otherwise it gets the mode that the process gives to new files.
-        advice: A sentence that follows the refusal: what is kept, and what to do.
+        owner_only: Only its owner may read the file, from its first byte on, or list its folder if that is new.
+            Otherwise it gets the process's default mode for new files.
+        advice: A sentence after the refusal: what is kept, and what to do.
 
     Raises:
-        StorageError: It cannot be written; what stood there before is unchanged, and no draft is left.
+        StorageError: It cannot be written; an existing file is unchanged, and no draft is left.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if owner_only else 0o777)
         with suppress(FileNotFoundError):
-            draft.unlink()  # of a killed process of the same number, with whatever mode that had
+            draft.unlink()  # left by a killed process with the same pid, in any mode
         try:
             mode = 0o600 if owner_only else 0o666
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
@@ -72,13 +72,13 @@ def write_whole(
 def settle_modes(*paths: Path, owner_only: bool = False) -> None:
     """Give files, also in folders, the mode of new files; some libraries leave them readable by the owner only.
 
-    With ``owner_only`` nobody else may read them. This and `write_whole` are the one rule for permissions.
+    With ``owner_only`` only the owner may read them. Only this function and `write_whole` set permissions.
     """
     for path in paths:
         mode = 0o600
         if not owner_only:
             probe = (path if path.is_dir() else path.parent) / f".{uuid.uuid4().hex}.mode"
-            probe.touch(mode=0o666)  # less what the process takes away, which cannot be asked for without a race
+            probe.touch(mode=0o666)  # minus the umask, which cannot be read without a race
             mode = probe.stat().st_mode & 0o777
             probe.unlink()
         for file in path.rglob("*") if path.is_dir() else [path]:
@@ -90,7 +90,7 @@ def read_json(path: Path, schema: str) -> dict[str, Any]:
     """Read a JSON object that states its schema.
 
     Raises:
-        DataError: It is missing, no JSON object, or of another schema.
+        DataError: It is missing, is not a JSON object, or has another schema.
     """
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -129,11 +129,11 @@ def append_fact(path: Path, fact: Mapping[str, Any]) -> None:
 
 
 def read_facts(path: Path) -> list[dict[str, Any]]:
-    """Read a journal to continue it. Lines torn by a crash or a full disk are skipped, and a torn end is closed."""
+    """Read a journal to continue it. Lines torn by a crash or a full disk are skipped, and a torn end is terminated."""
     content = path.read_bytes()
     if content and not content.endswith(b"\n"):
         with open(path, "ab") as file:
-            file.write(b"\n")  # so that the next fact stands on a line of its own
+            file.write(b"\n")  # so that the next fact starts on its own line
     facts = []
     for line in content.splitlines():
         with suppress(ValueError):
@@ -145,7 +145,7 @@ def read_facts(path: Path) -> list[dict[str, Any]]:
 def new_folder(folder: Path, *, knob: str) -> Iterator[Path]:
     """Yield a draft folder, renamed to ``folder`` if nothing fails; only its owner can read it.
 
-    A folder that exists is refused by ``knob``; of a draft that cannot be written nothing is left.
+    An existing folder is refused, with ``knob`` in the message; a draft that cannot be written is removed.
     """
     if folder.exists():
         raise ConfigurationError(f"{knob}={folder} exists, and nothing is overwritten. Name a new folder.")

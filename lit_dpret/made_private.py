@@ -32,11 +32,11 @@ from lit_dpret.privacy.state_watch import state_of_part
 from lit_dpret.privacy.user_code import reads_of
 from lit_dpret.settings import naming_arguments
 
-#: What the names of the inner module's weights begin with.
+#: Prefix of the names of the inner module's weights.
 _INNER = "module."
-#: Stands for a batch that is one tensor, and no dict or tuple of them.
+#: Key for a batch that is a single tensor rather than a dict or tuple of tensors.
 _LONE = ""
-#: What the arguments are that `make_private` needs, and where to give what is often given to it.
+#: Descriptions of the arguments that `make_private` needs, and hints on where to give arguments often passed to it.
 _ARGUMENTS = {
     "module": "the LightningModule, or another torch.nn.Module, that is trained",
     "per_row_loss": "a function of the module and a batch that returns one loss for each row, as with reduction='none'",
@@ -59,12 +59,12 @@ _ARGUMENTS = {
     "privacy": "the mode is DPSGD, and takes its arguments from make_private; derive from PrivateModule for another",
     "log_private_loss": "derive from PrivateModule, which has it",
 }
-#: What Lightning would call, and a wrapper around the module does not.
+#: Hooks that Lightning would call and a wrapper around the module does not.
 _HOOKS = {
     *vars(ModelHooks), *vars(DataHooks), *vars(CheckpointHooks), "optimizer_step", "optimizer_zero_grad",
     "lr_scheduler_step", "configure_gradient_clipping", "configure_callbacks", "backward",
 }  # fmt: skip
-#: Of these, the ones that belong to validation, test and prediction, which are the module's own business.
+#: Parts of hook names that belong to validation, test and prediction, which are left to the module.
 _OUTSIDE_OF_FIT = ("_validation", "_test", "_predict", "val_dataloader", "train_dataloader")
 
 
@@ -85,9 +85,9 @@ class MadePrivate(PrivateModule):
     ) -> None:
         super().__init__(privacy=privacy, optimizer=optimizer)
         self.module, self._public_rows = module, list(public_rows)
-        # A module among them is no part of this one, or checkpoints would hold what the user's class cannot load.
+        # Not registered as submodules, or checkpoints would hold weights that the user's class cannot load.
         vars(self).update(_loss_of_rows=per_row_loss, _collate_fn=collate_fn)
-        # Where these were trained counts as well, also where their weights are read and they are never called.
+        # Modules that the loss reads may have been trained on private data, even where only their weights are read.
         self._loss_of_rows: Callable[[Any, Any], Tensor]
         self._collate_fn: Callable[[list[Any]], Any]
         self._read_by_loss = _modules_read(per_row_loss)
@@ -96,26 +96,26 @@ class MadePrivate(PrivateModule):
 
     @property
     def keeps_hparams_of(self) -> nn.Module:
-        """Return the module whose hyper-parameters checkpoints and logs hold, so that those are examined."""
+        """Return the module whose hyper-parameters checkpoints and logs hold, so that they are checked."""
         return self.module
 
     @property
     def hparams(self) -> Any:
-        """The plain ones of the inner module, for ``load_from_checkpoint`` of its class."""
+        """The plain hyper-parameters of the inner module, for ``load_from_checkpoint`` of its class."""
         found = getattr(self.module, "hparams", {})
         return {name: plain_value(value) for name, value in found.items() if is_plain(value)}
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: str | Path, **settings: Any) -> Any:  # type: ignore[override]
-        """Refuse: a checkpoint holds the inner module."""
+        """Refuse to load: a checkpoint holds the inner module."""
         raise UnsupportedModelError(
             f"The result of make_private is not loaded from a checkpoint: call load_from_checkpoint of your own class "
             f"{cls.__name__}. To train on, give trainer.fit a new make_private(...) and ckpt_path={checkpoint_path}."
         )
 
     def complete_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Name the weights as the inner module does, so that its class can load them."""
-        if not self.trainer.strategy.restore_checkpoint_after_setup:  # else it loads by the names of the wrapper
+        """Rename the weights to the inner module's own names, so that its class can load them."""
+        if not self.trainer.strategy.restore_checkpoint_after_setup:  # otherwise it loads by the wrapper's names
             checkpoint[CLASS_KEY] = _name_of(type(self.module))
             _rename(checkpoint, lambda name: name.removeprefix(_INNER))
 
@@ -126,7 +126,7 @@ class MadePrivate(PrivateModule):
                 "Continue from a checkpoint of this run folder, or omit trainer.fit(ckpt_path=).",
                 trap="T30",
             )
-        # By its names, since the class may be imported from elsewhere by now.
+        # Also compare weight names, since the class may be imported from elsewhere by now.
         if checkpoint.get(CLASS_KEY) == _name_of(type(self.module)) or (
             checkpoint["state_dict"].keys() == self.module.state_dict().keys()
         ):
@@ -134,7 +134,7 @@ class MadePrivate(PrivateModule):
         super().on_load_checkpoint(checkpoint)
 
     def collate_rows(self, rows: list[Any]) -> Any:
-        try:  # copies, since collations take labels out of rows or write into them, and rows are collated on trial too
+        try:  # copies: collations may pop labels from rows or write into them, and rows are also collated on trial
             features = _as_dicts(self._collate_fn([copied_row(row) for row in rows]))
         except (RuntimeError, TypeError) as error:
             if self._collate_fn is not default_collate:
@@ -149,7 +149,7 @@ class MadePrivate(PrivateModule):
     def per_row_loss(self, rows: Any) -> Tensor:
         try:
             return self._loss_of_rows(self.module, _as_collated(rows))
-        except MisconfigurationException as error:  # of Lightning, whose module logs nothing outside of its own hooks
+        except MisconfigurationException as error:  # from Lightning, whose module logs nothing outside of its own hooks
             name = _logged_in(error.__traceback__)
             what = "What per_row_loss computes" if name is None else f"{name!r} of per_row_loss"
             raise undeclared_metric(what, self.privacy) from error
@@ -160,7 +160,7 @@ class MadePrivate(PrivateModule):
         return torch.cat([self.per_row_loss(features) for features in self.features_in_turn(self._public_rows)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if get_spawning_popen() is not None:  # its class has the name of the inner one, and cannot be found by it
+        if get_spawning_popen() is not None:  # its class has the inner class's name, so pickle cannot find it by name
             raise ConfigurationError(
                 "The result of make_private cannot be sent to a spawned process. For several processes set "
                 "strategy='ddp' of the Trainer; for a loader that starts its workers by spawn, num_workers=0."
@@ -172,7 +172,7 @@ class MadePrivate(PrivateModule):
         return module.configure_optimizers() if self.optimizer_spec is None else super().configure_optimizers()
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return an accountant and a card, each if the Trainer has none."""
+        """Return an accountant and a card, each only if the Trainer has none."""
         super().configure_callbacks()
         present: list[Callback] = [] if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
         if self._trainer is not None and (asked := self.trainer.state.fn) not in (None, "fit"):
@@ -184,11 +184,11 @@ class MadePrivate(PrivateModule):
         if not any(isinstance(each, PrivacyAccountant) for each in present):
             if not cards:
                 return [PrivacyAccountant(), PrivacyCard()]
-            present.insert(cards[0], PrivacyAccountant())  # whose last record comes before the card
+            present.insert(cards[0], PrivacyAccountant())  # its last record must precede the card
         return [] if cards else [PrivacyCard()]
 
     def save_model(self, folder: str | Path) -> Path:
-        """Write the weights of the inner module, by its own names."""
+        """Write the weights of the inner module, under its own names."""
         return save_weights(state_of_part(self.module), folder)
 
 
@@ -206,31 +206,31 @@ def make_private(
 ) -> MadePrivate:
     """Return a module around ``module`` that ``Trainer.fit`` trains under differential privacy, with ledger and card.
 
-    The Trainer's ``default_root_dir`` gets the ledger, the card, and the weights in ``model/weights.pt``. To go on from
-    a checkpoint give the Trainer ``callbacks=[PrivacyAccountant(resume=True)]``.
+    The Trainer's ``default_root_dir`` gets the ledger, the card, and the weights in ``model/weights.pt``. To continue
+    from a checkpoint, give the Trainer ``callbacks=[PrivacyAccountant(resume=True)]``.
 
     Guarantees:
-        - ``module`` itself is trained, in place, by what `PrivateModule` makes of its rows: each unit's gradient is
-          clipped exactly, and no update carries anything of the data that is not noised and in the ledger.
+        - ``module`` itself is trained, in place, on the gradients that `PrivateModule` computes: each unit's gradient
+          is clipped exactly, and an update carries only information about the data that is noised and in the ledger.
         - Optimizer and schedules are those of ``module.configure_optimizers``, at their ``interval`` and ``frequency``,
-          where a step is a logical one. Its ``training_step`` and ``validation_step`` are not run.
-        - Refused by name are layers that mix rows, losses that couple them, and hooks that nobody would call.
+          where a step is a logical step. Its ``training_step`` and ``validation_step`` do not run.
+        - Layers that mix rows, losses that couple rows, and hooks that would never be called are refused by name.
 
     Args:
         module: A LightningModule, or any other module together with ``optimizer``.
-        per_row_loss: Takes ``module`` and a collated batch, and returns one loss for each row (``reduction="none"``);
-            the loss of a row depends on that row alone.
+        per_row_loss: A function of ``module`` and a collated batch that returns one loss for each row
+            (``reduction="none"``); the loss of a row depends on that row alone.
         eps: The budget of the whole run.
-        optimizer: In the place of ``configure_optimizers`` of the module.
-        collate_fn: As of a DataLoader, from the rows of a batch to tensors whose first axis is the rows.
-        public_rows: Some rows that are no private data, as the data set gives them: made up, or public. The run is
-            refused before its ledger opens where none of them has a finite loss; without them this is not checked.
-        unit: Whose data the promise is about; ``record`` is what `UnitDataModule` draws.
+        optimizer: Replaces ``configure_optimizers`` of the module.
+        collate_fn: As for a DataLoader: turns the rows of a batch into tensors whose first axis is the rows.
+        public_rows: Some rows without private data, in the form that the data set returns: synthetic or public. If none
+            of them has a finite loss, the run is refused before its ledger opens; without them this is not checked.
+        unit: Whose data the guarantee protects; ``record`` is what `UnitDataModule` draws.
         privacy: Other arguments of `DPSGD`, such as ``delta`` and ``max_grad_norm``.
 
     Raises:
         ConfigurationError: A setting is out of range, or nothing says how ``module`` is optimized.
-        UnsupportedModelError: ``module`` is private already, or has hooks that a wrapper would not call.
+        UnsupportedModelError: ``module`` is already private, or has hooks that a wrapper would not call.
     """
     if not isinstance(module, nn.Module):
         raise ConfigurationError(
@@ -265,7 +265,7 @@ def make_private(
             "optimizer=OptimizerSpec(name=..., lr=...)."
         )
     mode = DPSGD(eps=eps, unit=unit, **privacy)  # type: ignore[arg-type]
-    kind: type[MadePrivate] = type(name, (MadePrivate,), {"__module__": __name__})  # by which card and errors call it
+    kind: type[MadePrivate] = type(name, (MadePrivate,), {"__module__": __name__})  # the name that card and errors show
     return kind(module, per_row_loss, collate_fn, privacy=mode, optimizer=optimizer, public_rows=public_rows)
 
 
@@ -274,7 +274,7 @@ def _name_of(kind: type) -> str:
 
 
 def _rename(checkpoint: dict[str, Any], new_name: Callable[[str], str]) -> None:
-    """Give the weights of a checkpoint, and the notes of the parts that they belong to, other names."""
+    """Rename the weights of a checkpoint and the metadata of the modules that they belong to."""
     old = checkpoint["state_dict"]
     checkpoint["state_dict"] = state = OrderedDict((new_name(name), value) for name, value in old.items())
     notes = getattr(old, "_metadata", {})
@@ -282,7 +282,7 @@ def _rename(checkpoint: dict[str, Any], new_name: Callable[[str], str]) -> None:
 
 
 def _logged_in(trace: TracebackType | None) -> str | None:
-    """Return the name of what Lightning's ``log`` was refused with, in an error's traceback."""
+    """Return, from an error's traceback, the name of the metric that Lightning's ``log`` refused."""
     while trace is not None:
         if trace.tb_frame.f_code is L.LightningModule.log.__code__:
             return str(trace.tb_frame.f_locals.get("name"))
@@ -291,7 +291,7 @@ def _logged_in(trace: TracebackType | None) -> str | None:
 
 
 def _takes(function: Callable[..., Any], arguments: int) -> bool:
-    """Return whether a function can be called with so many arguments; true where Python cannot tell."""
+    """Return whether a function can be called with this many arguments; true where Python cannot determine it."""
     try:
         inspect.signature(function).bind(*range(arguments))
     except TypeError:
@@ -302,7 +302,7 @@ def _takes(function: Callable[..., Any], arguments: int) -> bool:
 
 
 def _warn_of_untrained(module: nn.Module, per_row_loss: Any) -> None:
-    """Say which loss has parameters that look as if they were trained, as a temperature, and are no part of what is."""
+    """Warn of a loss whose own parameters look trainable, such as a temperature, but are not trained."""
     owner = per_row_loss if isinstance(per_row_loss, nn.Module) else getattr(per_row_loss, "__self__", None)
     trained = {id(each) for each in module.parameters()}
     own = owner.named_parameters() if isinstance(owner, nn.Module) else ()
@@ -315,14 +315,14 @@ def _warn_of_untrained(module: nn.Module, per_row_loss: Any) -> None:
 
 
 def _modules_read(function: Callable[..., Any]) -> list[nn.Module]:
-    """Return the modules that a function reads from its surroundings, as a teacher that its loss compares with."""
+    """Return the modules that a function reads from its surroundings, such as a teacher model."""
     if not inspect.isfunction(function):
         return []
     return [value for _, value in reads_of(function) if isinstance(value, nn.Module)]
 
 
 def _is_own(module: nn.Module, hook: str) -> bool:
-    """Return whether a LightningModule has a hook of a fit that is not Lightning's."""
+    """Return whether a LightningModule overrides this fit hook of Lightning's."""
     own = inspect.getattr_static(type(module), hook, None)
     if hook.startswith("_") or any(part in hook for part in _OUTSIDE_OF_FIT):
         return False
@@ -330,11 +330,11 @@ def _is_own(module: nn.Module, hook: str) -> bool:
 
 
 class _Place(int):
-    """A place in a tuple or list, and no key of a dict."""
+    """An index in a tuple or list, as opposed to a dict key."""
 
 
 class _Field(str):
-    """A name in a named tuple, or in a mapping that is no dict, of this ``kind``."""
+    """A name in a named tuple or in a mapping other than dict, of this ``kind``."""
 
     kind: Any
 
@@ -346,7 +346,7 @@ def _field(name: str, kind: type) -> _Field:
 
 
 def _as_dicts(batch: Any) -> Any:
-    """Return a collated batch as nested dicts, as a `UnitBatch` holds them; their keys tell `_as_collated` the rest."""
+    """Return a collated batch as nested dicts, as a `UnitBatch` holds them; the keys let `_as_collated` restore it."""
     if isinstance(batch, Mapping):
         plain = type(batch) is dict or not all(isinstance(name, str) for name in batch)
         return {name if plain else _field(name, type(batch)): _as_dicts(value) for name, value in batch.items()}
@@ -358,7 +358,7 @@ def _as_dicts(batch: Any) -> Any:
 
 
 def _as_collated(rows: Any) -> Any:
-    """Return what `_as_dicts` and ``collate_rows`` were given, with tuples for lists."""
+    """Return the batch that `_as_dicts` and ``collate_rows`` received, with tuples for lists."""
     if not isinstance(rows, dict):
         return rows
     if rows.keys() == {_LONE}:
@@ -374,7 +374,7 @@ def _as_collated(rows: Any) -> Any:
 
 
 def _mapping(kind: type[Any], named: dict[str, Any]) -> Any:
-    """Return a mapping of this kind; a dict where its constructor makes something else, as that of a defaultdict."""
+    """Return a mapping of this kind; a dict where its constructor builds something else, as for a defaultdict."""
     try:
         found = kind(named)
         same = found.keys() == named.keys() and all(found[name] is value for name, value in named.items())

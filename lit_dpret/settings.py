@@ -16,12 +16,12 @@ from lit_dpret.errors import ConfigurationError
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether a value is a whole number; true and false, which Python takes for 1 and 0, are not."""
+    """Return whether a value is a whole number; true and false, which Python treats as 1 and 0, are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether a value is a number, NaN and infinity included; true and false are not."""
+    """Return whether a value is a number, including NaN and infinity; true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -40,9 +40,9 @@ def require_switch(where: str, settings: object, *names: str) -> None:
 
 
 def require_whole(where: str, settings: object, least: int, *names: str, null: bool = False) -> None:
-    """Refuse settings that are not whole numbers of at least ``least``, nor null where ``null`` allows it.
+    """Refuse settings that are not whole numbers of at least ``least``; null passes if ``null`` allows it.
 
-    ``settings`` is an object with attributes ``names``, or values by name, of which all are looked at; ``where`` comes
+    ``settings`` is an object with attributes ``names``, or a mapping of which all values are checked; ``where`` comes
     before each name in the message.
     """
     for name, value in _named(settings, names):
@@ -54,7 +54,7 @@ def require_whole(where: str, settings: object, least: int, *names: str, null: b
 
 
 def require_number(where: str, settings: object, *names: str, zero: bool = False, null: bool = False) -> None:
-    """Refuse settings, given as to `require_whole`, that are not positive and finite, nor 0 or null where allowed."""
+    """Refuse settings, given as to `require_whole`, that are not positive and finite; 0 or null pass where allowed."""
     for name, value in _named(settings, names):
         wrong = not is_number(value) or not 0 <= value < float("inf")
         if (wrong or (value == 0 and not zero)) and not (null and value is None):
@@ -66,7 +66,7 @@ def require_number(where: str, settings: object, *names: str, zero: bool = False
 
 @dataclass(frozen=True)
 class Least:
-    """The least that a whole number may be, in the annotation of a field of `Settings`."""
+    """The minimum of a whole number, in the annotation of a field of `Settings`."""
 
     value: int
 
@@ -76,7 +76,7 @@ Count = Annotated[int, Least(1)]
 
 
 def settle(settings: Any, where: str = "task") -> None:
-    """Refuse fields that their annotations rule out (`Least`, ``Literal``), and make texts paths where they say so."""
+    """Refuse fields that their annotations rule out (`Least`, ``Literal``), and convert texts to annotated paths."""
     hints = get_type_hints(type(settings), include_extras=True)
     for name in (one.name for one in fields(settings)):
         hint, value = hints[name], getattr(settings, name)
@@ -85,7 +85,7 @@ def settle(settings: Any, where: str = "task") -> None:
             continue
         (kind,) = options - {type(None)}
         if kind is Path:
-            object.__setattr__(settings, name, Path(value).expanduser())  # of a frozen class, too
+            object.__setattr__(settings, name, Path(value).expanduser())  # works for a frozen class, too
         elif get_origin(kind) is Literal:
             require_choice(f"{where}.{name}", value, get_args(kind))
         for bound in getattr(kind, "__metadata__", ()):
@@ -101,7 +101,7 @@ class Settings:
 
 
 def batch_among(batch: int | None, n: int, units: str = "the number of units") -> int:
-    """Return an expected batch size that is given and at most ``n``; ``units`` says in an error what ``n`` is."""
+    """Return an expected batch size that was checked to be set and at most ``n``; ``units`` names ``n`` in an error."""
     if batch is None:
         raise ConfigurationError("Neither datamodule.expected_batch_size nor datamodule.sample_rate is given: set one.")
     if batch > n:
@@ -122,7 +122,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-#: What other libraries, or other tongues, call an argument.
+#: Names of an argument in other libraries or in other spellings.
 _SYNONYMS = {
     "epsilon": "eps", "target_epsilon": "eps", "target_eps": "eps", "target_delta": "delta",
     "neighbors": "neighbours", "neighboring": "neighbours", "sigma": "noise_multiplier",
@@ -135,10 +135,10 @@ _SYNONYMS = {
 def naming_arguments(
     name: str, advice: Mapping[str, str], rest: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that refuses unknown, missing and nameless arguments by a `ConfigurationError`.
+    """Return a decorator that refuses unknown, missing and nameless arguments with a `ConfigurationError`.
 
-    ``advice`` says for a needed argument what it is, and for an unknown one where its value belongs; ``rest`` is what
-    the function passes its ``**kwargs`` on to.
+    ``advice`` describes each needed argument, and says where the value of an unknown one belongs; ``rest`` is the
+    callable that receives the function's ``**kwargs``.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -179,10 +179,10 @@ def naming_arguments(
 
 
 def built(kind: type[T], found: object, where: str) -> T:
-    """Build a dataclass, including nested ones, from a mapping; null is an empty one.
+    """Build a dataclass, including nested ones, from a mapping; null is an empty mapping.
 
-    Unknown keys, missing keys and values of another type are refused by their full name, which begins with ``where``.
-    ``3e-5``, which YAML takes for a string, counts as a number.
+    Refuse unknown keys, missing keys and values of another type by their full name, which begins with ``where``.
+    ``3e-5``, which YAML reads as a string, counts as a number.
 
     Raises:
         ConfigurationError: Naming the key.

@@ -11,14 +11,14 @@ from typing import Any
 from lit_dpret.errors import ConfigurationError
 
 _LONG = 4
-#: So many units show whether rows hold texts.
+#: Number of units to inspect before concluding that rows hold no texts.
 _TRIED = 99
 _PUBLISHED = "it is published, and the queries are protected. Take a text of public data."
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 def collapse_whitespace(text: str) -> str:
-    r"""Return a text with every run of whitespace as one space, and none at the ends.
+    r"""Return a text with each run of whitespace as one space, and none at the ends.
 
     Example:
         >>> collapse_whitespace("  How  do\n tides work? ")
@@ -28,7 +28,7 @@ def collapse_whitespace(text: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """Return the form in which texts are compared: casefolded, whitespace collapsed.
+    """Return a text in the form used for comparison: casefolded, whitespace collapsed.
 
     Example:
         >>> normalise("How Do  Tides Work?") == normalise("how do tides work?")
@@ -51,19 +51,19 @@ def refuse_quoted(
     queries: Iterable[str], texts: Mapping[str, str], names: Mapping[str, str] = _NO_NAMES, *,
     because: str = _PUBLISHED,
 ) -> None:  # fmt: skip
-    """Refuse a protected query in what is published with a run, in the same words; case and punctuation aside.
+    """Refuse published texts of a run that contain a protected query in the same words, ignoring case and punctuation.
 
     Args:
         queries: The protected ones.
-        texts: Published texts, by the settings that hold them: no query is such a text, or stands in one with four
-            words or more.
-        names: Short ones, as of folders: words of short queries occur there by chance, so that one is refused that
-            equals it with three words or more, or stands in it with four.
-        because: The reason, and what to do, for the message, which names the setting, and never the query.
+        texts: Published texts, by the settings that hold them: none may equal a query, or contain one of four words or
+            more.
+        names: Short published texts, such as folder names. Short queries match them by chance, so only an equal query
+            of three words or more, or a contained one of four or more, is refused.
+        because: The reason and the remedy, for the message, which names the setting but never the query.
     """
     spoken = {knob: words_of(text).split() for knob, text in (*texts.items(), *names.items())}
     equal = {" ".join(words) for knob, words in spoken.items() if knob in texts or len(words) >= _LONG - 1}
-    # There may be millions of queries, or of texts: each is read once, and compared where the first words are alike.
+    # There may be millions of queries or texts: each is read once, and compared only if the first words match.
     begun = {start for words in spoken.values() for _, start in _starts(words)}
     same, within = set[str](), dict[str, set[tuple[str, ...]]]()
     for query in filter(None, map(words_of, queries)):
@@ -85,13 +85,13 @@ def refuse_quoted(
 
 
 def _starts(words: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Yield the place and the first words of each part of a text that may be a long query."""
+    """Yield the position and the first words of each part of a text that may be a long query."""
     for place in range(len(words) - _LONG + 1):
         yield place, " ".join(words[place : place + _LONG])
 
 
 def train_queries(data: Any) -> Iterator[str]:
-    """Yield the texts of a set-up DataModule's train queries, from its collection or its rows."""
+    """Yield the texts of a prepared DataModule's train queries, from its collection or its rows."""
     if (collection := getattr(data, "collection", None)) is not None:
         yield from (collection.queries[query] for query in collection.qrels.get("train", {}))
         return
@@ -101,23 +101,23 @@ def train_queries(data: Any) -> Iterator[str]:
     for unit in range(len(units)):
         for row in units.rows(unit):
             if not isinstance(text := None if isinstance(row, Mapping) else getattr(row, "query", None), str):
-                return  # rows of another kind, all of which it may cost much to read
+                return  # rows of another kind, which may be costly to read
             yield text
 
 
 def queries_of(data: Any) -> Iterable[str]:
-    """Return the queries of every split of a set-up DataModule, or the texts of the rows that are trained on."""
+    """Return the queries of every split of a prepared DataModule, or the texts of its training rows."""
     collection = getattr(data, "collection", None)
     return chain(train_queries(data), _texts_in_rows(data)) if collection is None else collection.queries.values()
 
 
 def _texts_in_rows(data: Any) -> Iterator[str]:
-    """Yield the texts that rows hold, also nested; shorter ones may be labels, which are no secret."""
+    """Yield the texts in rows, also nested ones; texts of few words may be labels, which are not secret."""
     units: Any = data.train_units() if hasattr(data, "train_units") else ()
     found = False
     for unit in range(len(units)):
         if unit == _TRIED and not found:
-            return  # rows of numbers or pictures, all of which it may cost much to read
+            return  # rows of numbers or pictures, which may be costly to read
         for row in units.rows(unit):
             for text in _texts_in(row):
                 if len(text.split()) >= _LONG:

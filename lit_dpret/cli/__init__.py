@@ -1,7 +1,7 @@
 """The single entry point of `python train.py`, `python -m lit_dpret` and `lit-dpret`.
 
-This is the only module that knows Hydra. It composes the configuration, hands a task the means to
-build what it needs, and turns what a user can cause into one line and a non-zero exit.
+Only this package uses Hydra. It composes the configuration, gives a task the means to build what it needs, and turns
+errors that a user can cause into one line and a non-zero exit status.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ __all__ = [
 ]
 
 USER_ERROR = 2
-_places: list[tuple[str, Path]] = []  # the setting and the folder of the command that runs
-_failed: list[Exception] = []  # what ended it
-_outcomes: list[Any] = []  # of a multirun: what its runs in this process have come to
+_places: list[tuple[str, Path]] = []  # the setting and the folder of the running command
+_failed: list[Exception] = []  # the error that ended it
+_outcomes: list[Any] = []  # of a multirun: the outcomes of its runs in this process
 OmegaConf.register_new_resolver("new_name", rank_watch.new_name, use_cache=True, replace=True)
 OmegaConf.register_new_resolver("settings_folder", jobs.settings_folder, replace=True)
 OmegaConf.register_new_resolver("job_name", lambda number: jobs.job_name(int(number)), replace=True)
@@ -58,7 +58,7 @@ def run(cfg: DictConfig) -> Any:
     """Run the task of a composed configuration."""
     check_top_level(cfg)
     task = checked_task(cfg)
-    _quieten()  # the task has imported Lightning, which turns its messages on again
+    _quieten()  # the task has imported Lightning, which re-enables its messages
     if (started := rank_watch.world_size()) > 1 and not getattr(task, "takes_ranks", False):
         raise ConfigurationError(
             f"{started} processes were started for a task that one process does. Start it without torchrun or srun."
@@ -83,7 +83,7 @@ def run(cfg: DictConfig) -> Any:
 
 
 def _chosen_among(cfg: DictConfig, task: Any, parts: Parts) -> Any:
-    """Refuse a run whose card would not tell of the choice that it is part of; return its sweep, if it is a trial."""
+    """Refuse a run whose card would not state the choice that it is part of; return its sweep if it is a trial."""
     many = jobs.multirun() is not None
     if not many and cfg.objective is None and cfg.trial_of is None:
         return None
@@ -98,13 +98,13 @@ def _chosen_among(cfg: DictConfig, task: Any, parts: Parts) -> Any:
             jobs.close_sweep()
     if many or cfg.objective is not None:
         varied, known = jobs.swept() if many else ([], None)
-        # Where the runs are known, all of them were compared before the first (`tell_cost`).
+        # If the runs are known, all of them were compared before the first (`tell_cost`).
         choice.refuse_other_choice(task, parts, cfg.objective, varied, releases=None if known is None else ())
     return trial
 
 
 def _named_first(make: Callable[..., Any], line: str) -> Callable[..., Any]:
-    """Return ``make``, which prints ``line`` when it is called first: no task measures data that it did not name."""
+    """Return ``make``, which prints ``line`` on its first call: every task names its data before it measures."""
     lines = [line] if rank_watch.is_first() else []
 
     def made(**extra: Any) -> Any:
@@ -116,7 +116,7 @@ def _named_first(make: Callable[..., Any], line: str) -> Callable[..., Any]:
 
 
 def _data_line(cfg: DictConfig, task: Any) -> str:
-    """Say which data a task reads and, where it trains, what it will promise to whom."""
+    """Return the data a task reads and, if it trains, the promise and the unit that it protects."""
     given = {word.lstrip("+").split("=")[0] for word in own_overrides()}
     chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
     node = cfg.datamodule
@@ -150,7 +150,7 @@ def _note_place() -> None:
 
 
 def _objective(cfg: DictConfig, result: Any) -> Any:
-    """Return the result that ``objective`` names, for a sweeper such as Optuna, or all of them."""
+    """Return the result that ``objective`` names, for a sweeper such as Optuna; without it, all results."""
     if cfg.objective is None:
         return result
     if not isinstance(result, dict) or cfg.objective not in result:
@@ -160,11 +160,11 @@ def _objective(cfg: DictConfig, result: Any) -> Any:
 
 
 class _NoneBegins(BaseException):
-    """Ends a multirun before its first run; Hydra would start the others, and print the settings of each."""
+    """End a multirun before its first run; otherwise Hydra would start the others and print the settings of each."""
 
 
 def _together(cfg: DictConfig, *, first: bool) -> Any:
-    """Return what all runs of a multirun cost, for a reader and for their ledgers; the ``first`` prints it."""
+    """Return the joint cost of all runs of a multirun, for a reader and for their ledgers; the ``first`` prints it."""
     from lit_dpret.tasks.multirun import Together, cost_of_all, siblings_facts, tell_cost
 
     varied, runs = jobs.swept()
@@ -175,16 +175,16 @@ def _together(cfg: DictConfig, *, first: bool) -> Any:
             jobs.refuse_other_proposals(cfg)
             return Together([], siblings_facts(None, varied))
         return (tell_cost if first else cost_of_all)([composed_run(cfg, run) for run in runs], varied)
-    except Exception as error:  # else the first run would pay for what is wrong with another one
+    except Exception as error:  # otherwise the first run would spend budget despite an error in another
         raise _NoneBegins from error
 
 
 def _one_of_many(cfg: DictConfig) -> Any:
-    """Run one job of a multirun: before the first, tell what all cost; none begins where one of them cannot be made."""
+    """Run one job of a multirun. The first prints the cost of all; none starts if one of them is invalid."""
     from lit_dpret.tasks.multirun import Outcomes
     from lit_dpret.tasks.trial import results_without_privacy
 
-    _quieten()  # the import has let Lightning speak again
+    _quieten()  # the import has re-enabled Lightning's messages
     known: Any = HydraConfig.get()
     result: Any = None
     try:
@@ -193,14 +193,14 @@ def _one_of_many(cfg: DictConfig) -> Any:
         with _outcomes[0].known(planned=cfg.trial_of is not None):
             result = run(cfg)
         told = _objective(cfg, result)
-        if isinstance(result, dict):  # a table invites to choose, and no epsilon covers a choice by these
+        if isinstance(result, dict):  # a table invites choosing, and no epsilon covers a choice by these
             hidden = results_without_privacy(checked_task(cfg), build_parts(cfg).make_privacy())
             result = {name: value for name, value in result.items() if name not in hidden}
         return told
     except BaseException as error:
         result = error
         one_by_one = jobs.is_basic(known) and str(known.launcher._target_).endswith(".BasicLauncher")
-        if not isinstance(error, Exception) or not one_by_one:  # in other processes nobody sees `_failed`
+        if not isinstance(error, Exception) or not one_by_one:  # `_failed` is not seen from other processes
             raise
         _failed.append(error)
         return None
@@ -211,12 +211,12 @@ def _one_of_many(cfg: DictConfig) -> Any:
 
 @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="train")
 def _hydra_main(cfg: DictConfig) -> Any:
-    if jobs.multirun() is not None:  # the other jobs run, and one that failed is told of at the end
+    if jobs.multirun() is not None:  # the other jobs still run; a failure is reported at the end
         return _one_of_many(cfg)
     try:
         return _objective(cfg, run(cfg))
     except Exception as error:
-        # Hydra would print every override before the error, whose line says what it is about.
+        # Hydra would print every override before the error, although the error names its subject.
         _failed.append(error)
         return None
 
@@ -225,7 +225,7 @@ def main() -> None:
     """Run the console entry; user errors exit with status 2 and one line."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     errors.on_command_line = True
-    warnings.formatwarning = lambda message, *place, **more: f"warning: {message}\n"  # no line of ours is of use here
+    warnings.formatwarning = lambda message, *place, **more: f"warning: {message}\n"  # source lines do not help users
     _quieten()
     rank_watch.begin()
     interrupted = _note_interrupt()
@@ -253,7 +253,7 @@ def main() -> None:
 
 
 def _answer(words: list[str]) -> str | None:
-    """Return what is printed for words that start nothing; None for a command."""
+    """Return the output for words that start no task; None for a command."""
     if words[:1] == ["list"]:
         return listing(words[1:])
     if words[:1] in ([], ["--help"], ["-h"], ["help"]):
@@ -264,13 +264,13 @@ def _answer(words: list[str]) -> str | None:
 
 
 def _end(error: BaseException, interrupted: bool) -> None:
-    """Exit with the status and the line that an error asks for; raise it again where it is a defect of ours."""
+    """Exit with the status and the line that an error calls for; re-raise an error that is our own defect."""
     behind = list(causes(error))
-    # Lightning answers Ctrl-C by SystemExit(1); on several ranks one may first notice that another is gone.
+    # Lightning turns Ctrl-C into SystemExit(1); with several ranks, one may first notice that another is gone.
     if any(isinstance(cause, KeyboardInterrupt) for cause in behind) or (
         interrupted and any(isinstance(cause, WorkerError) or lost_rank(cause) for cause in behind)
     ):
-        if rank_watch.is_started_by_launcher():  # the first process tells it, and takes another status for a defect
+        if rank_watch.is_started_by_launcher():  # the first process reports it; another status would look like a defect
             raise SystemExit(0) from None
         _stop(f"interrupted. {_way_on()}", 130)
     if type(error).__name__ == "SIGTERMException":  # Lightning's SystemExit without a code, which would be 0
@@ -278,7 +278,7 @@ def _end(error: BaseException, interrupted: bool) -> None:
     if not isinstance(error, Exception):
         raise error
     if any(getattr(cause, "told_by_rank", None) is not None for cause in behind):
-        # The rank that it happened on tells it, and may still be writing what it has to.
+        # The rank that failed reports the error, and may still be writing.
         rank_watch.wait_for_launcher()
         raise SystemExit(USER_ERROR) from None
     line = explain(error)
@@ -288,14 +288,14 @@ def _end(error: BaseException, interrupted: bool) -> None:
 
 
 def _note_interrupt() -> Callable[[], bool]:
-    """Raise KeyboardInterrupt on Ctrl-C, as Python does; returns what tells whether there was one."""
+    """Raise KeyboardInterrupt on Ctrl-C, as Python does; return a function that says whether that happened."""
     found: list[int] = []
 
     def note(signum: int, frame: Any) -> None:
         found.append(signum)
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # neither ignored nor somebody else's
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # neither ignored nor another handler's
         signal.signal(signal.SIGINT, note)
     return lambda: bool(found)
 
@@ -313,13 +313,13 @@ def _way_on() -> str:
 
 
 def _quieten() -> None:
-    """Leave the terminal to what the user asked for; what goes wrong is still said."""
+    """Suppress library chatter in the terminal; real warnings still appear."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("lightning.pytorch", "bm25s"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # dp_accounting says of each Renyi order that it leaves out that it does; epsilon is the least of the others.
+    # dp_accounting logs each Renyi order that it skips; epsilon is the minimum over the others.
     logging.getLogger("absl").setLevel(logging.ERROR)
     for message in (
         ".*isinstance.treespec, LeafSpec.*",

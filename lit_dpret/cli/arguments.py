@@ -15,7 +15,7 @@ from lit_dpret.config import alike, groups, listed, names, top_level
 from lit_dpret.errors import ConfigurationError
 
 _POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("run",), "sweep": ("file",)}
-_SENTENCES = ("task.query", "task.tuning_note", "callbacks.card.tuning_note")  # prose, which may hold any character
+_SENTENCES = ("task.query", "task.tuning_note", "callbacks.card.tuning_note")  # prose, which may contain any character
 _OPTIONS = {  # of Hydra
     "-m", "--multirun", "-r", "--run", "-h", "--help", "--hydra-help", "--version", "--resolve", "-i", "--info", "-sc",
     "--shell-completion",
@@ -28,7 +28,7 @@ _SETTING = re.compile(r"((?:\+\+?|~)?[A-Za-z_][\w./@:-]*)=(.*)", re.DOTALL)
 
 
 def listing(arguments: list[str]) -> str:
-    """Run ``lit-dpret list`` with a group, a choice, a word, or nothing, as `listed` has it."""
+    """Return the output of ``lit-dpret list`` for a group, a choice, a word, or nothing; see `listed`."""
     if len(arguments) > 1:
         raise ConfigurationError(
             f"list takes one group, group=choice or word at most, not {' '.join(arguments)}: for example "
@@ -78,7 +78,7 @@ def with_task(arguments: list[str]) -> list[str]:
 
 
 def _apart(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return options and the other words: Hydra's parser takes no option between two settings."""
+    """Return options and the other words separately: Hydra's parser accepts no option between two settings."""
     options: list[str] = []
     words: list[str] = []
     rest = iter(arguments)
@@ -97,7 +97,7 @@ def _apart(arguments: list[str]) -> tuple[list[str], list[str]]:
 def quoted(argument: str) -> str:
     """Return a setting with its value quoted, if it is plain text that Hydra's grammar does not accept.
 
-    Sentences, such as a question, are taken as they are.
+    Settings that take sentences, such as a question, are always quoted.
 
     Example:
         >>> quoted("task.query=can i cancel, and when?")
@@ -110,7 +110,7 @@ def quoted(argument: str) -> str:
         return argument
     if found[1] in _SENTENCES:
         return f"{found[1]}={_literal(found[2].replace('${', chr(92) + '${'))}"
-    if set(found[2]) & set("{}[](),$"):  # lists, mappings, sweeps and references are Hydra's
+    if set(found[2]) & set("{}[](),$"):  # Hydra's syntax for lists, mappings, sweeps and references
         return argument
     try:
         OverridesParser.create().parse_override(argument)
@@ -120,12 +120,12 @@ def quoted(argument: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return a text between quote marks; backslashes are escapes only before one of these."""
+    """Return a text in quote marks; backslashes are escapes only before a quote mark."""
     return "'" + re.sub(r"(\\*)('|\Z)", lambda run: run[1] * 2 + (r"\'" if run[2] else ""), text) + "'"
 
 
 def _by_place(task: str, knobs: tuple[str, ...], arguments: list[str]) -> list[str]:
-    """``RUN_A RUN_B ...`` as settings of a task that takes them; all by place, or all by name."""
+    """Return ``RUN_A RUN_B ...`` as settings of a task that takes them: all by position, or all by name."""
     given = list(takewhile(lambda argument: "=" not in argument and argument[:1] not in "+~", arguments))
     if knobs and len(given) not in (0, len(knobs)):
         words = " ".join(knob.upper() for knob in knobs)
@@ -145,7 +145,7 @@ def program() -> str:
 
 
 def shown_overrides() -> list[str]:
-    """Return the settings as they were typed."""
+    """Return the settings as the user typed them."""
     return [word for word in sys.argv[1:] if word.startswith("~") or ("=" in word and not word.startswith("-"))]
 
 

@@ -36,11 +36,11 @@ from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed, check_output
 from lit_dpret.tasks.resumed_settings import LENGTHS, trained_settings
 
 _LARGEST_SEED = 2**32 - 1
-_MODEL_FILES = ("config.json", "modules.json", "net.json", "weights.pt")  # one of which every save_model writes
+_MODEL_FILES = ("config.json", "modules.json", "net.json", "weights.pt")  # every save_model writes one of these
 
 
 class _Studies(SearchPathPlugin):
-    """Let Hydra find the studies' choices where their folder stands beside the package, which is in a clone."""
+    """Let Hydra find the studies' choices if their folder is next to the package, as in a clone."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if STUDIES.is_dir():
@@ -74,11 +74,13 @@ def check_types(node: Any, place: str) -> None:
 
 
 def check_type(name: str, value: Any, annotation: Any) -> None:
-    """Refuse a value where the annotation allows nothing but numbers, true and false, texts, lists or mappings."""
+    """Refuse a value if the annotation allows only numbers, booleans, texts, lists or mappings, and it is none of
+    these.
+    """
     kinds = _kinds(annotation) - {"None", "NoneType"}
     outputs = kinds & {"OutputFile", "OutputFolder"}
     kinds = kinds - outputs | ({"Path"} if outputs else set())
-    if value is None or not kinds or (isinstance(value, dict) and "_target_" in value):  # an object, made later
+    if value is None or not kinds or (isinstance(value, dict) and "_target_" in value):  # an object, built later
         return
     shown = str(value).lower() if isinstance(value, bool) else repr(value)
     lists, mappings = ("Sequence[", "list[", "tuple["), ("Mapping[", "dict[")
@@ -112,8 +114,8 @@ def build_parts(cfg: DictConfig) -> Parts:
     """Return factories for every part of a run, each called on demand."""
 
     def node(name: str, **extra: Any) -> Any:
-        # Hydra would turn a dataclass into a DictConfig: those that we have are passed after instantiation, and "all"
-        # keeps those that it makes itself.
+        # Hydra would turn a dataclass into a DictConfig: existing ones are passed after instantiation, and "all" keeps
+        # those that Hydra itself instantiates.
         ready = {
             key: value
             for key, value in extra.items()
@@ -127,7 +129,7 @@ def build_parts(cfg: DictConfig) -> Parts:
             made = instantiate(cfg[name], _partial_=True, **rest, _convert_="all")
             try:
                 return made(**ready)
-            except Exception as error:  # worded as Hydra words errors of its own calls
+            except Exception as error:  # use the wording of Hydra's own call errors
                 target = cfg[name]._target_
                 raise InstantiationException(f"Error in call to target '{target}'\nfull_key: {name}") from error
 
@@ -141,7 +143,7 @@ def build_parts(cfg: DictConfig) -> Parts:
 
     def listed(name: str, run_dir: Path | None = None) -> list[Any]:
         found = cfg
-        if run_dir is not None:  # a stage of the run has a folder of its own, which its card lies in
+        if run_dir is not None:  # a stage of the run has its own folder for its card
             found = deepcopy(cfg)
             with open_dict(found):
                 found.run_dir = str(run_dir)
@@ -173,7 +175,7 @@ def build_parts(cfg: DictConfig) -> Parts:
 
 
 def _plain_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Return the groups that decide what a fit trains, resolved."""
+    """Return the groups that determine what a fit trains, resolved."""
     plain: dict[str, Any] = {"seed": cfg.seed}
     plain |= {group: OmegaConf.to_container(cfg[group], resolve=True) for group in ("model", "datamodule", "privacy")}
     return plain | {"trainer": {name: cfg.trainer[name] for name in LENGTHS if name in cfg.trainer}}
@@ -248,9 +250,9 @@ def _start(cfg: DictConfig) -> dict[str, str]:
 
 def checked_task(cfg: DictConfig) -> Any:
     """Return the task of a composed configuration, which must accept every chosen group."""
-    if missing := sorted(OmegaConf.missing_keys(cfg.task)):  # said before the task's imports, which take long
+    if missing := sorted(OmegaConf.missing_keys(cfg.task)):  # checked before the task's slow imports
         raise ConfigurationError(_lacking(cfg, missing))
-    if sys.stderr.isatty() and rank_watch.is_first() and "torch" not in sys.modules:  # a log needs no such line
+    if sys.stderr.isatty() and rank_watch.is_first() and "torch" not in sys.modules:  # not in a log
         sys.stderr.write("lit-dpret: loading ...\n")
     check_types(cfg.task, "task")
     task = instantiate(cfg.task, _convert_="all")
@@ -279,7 +281,7 @@ def _lacking(cfg: DictConfig, missing: Sequence[str]) -> str:
 
 
 def check_request(cfg: DictConfig, task: Any, parts: Parts) -> None:
-    """Refuse a device that is not here and sampling that no accountant supports, before a task reads its data."""
+    """Refuse an unavailable device and unsupported sampling, before a task reads its data."""
     device = getattr(task, "device", None)
     if isinstance(device, str) and device not in ("cpu", "auto") and not getattr(task, "device_is_elsewhere", False):
         from lit_dpret.distributed.ray_workers import device_named
@@ -296,7 +298,7 @@ def check_top_level(cfg: DictConfig) -> None:
     text = OmegaConf.to_yaml(cfg, resolve=False)
     added = {o.lstrip("+").split("=")[0].split(".")[0] for o in own_overrides() if o.startswith("+")}
     for name in sorted((set(map(str, cfg)) & added) - known):
-        if not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text):  # ${name} or, among others, ${oc.select:name}
+        if not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text):  # ${name} or, for example, ${oc.select:name}
             raise ConfigurationError(f"{explain_unknown_key(name)} Nothing reads what +{name} adds.")
     for name in sorted({*map(str, cfg)} & added & {*groups()}):
         found = choices(name)

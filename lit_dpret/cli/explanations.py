@@ -1,4 +1,4 @@
-"""One-line messages for user errors, in the words of the command line; none for defects of this package."""
+"""One-line messages for user errors, in the terms of the command line; none for defects of this package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lit_dpret.config import CONFIG_MODULE, Choice, alike, choices, groups, name
 from lit_dpret.errors import LitDpretError, WorkerError
 
 _MOST_MEANT = 3
-_MOST_CHOICES = 5  # that are told to have a setting; one that many have is not a hint
+_MOST_CHOICES = 5  # maximum number of choices to suggest; a setting that many choices have is not a hint
 _TYPED = r"[a-z]\w*(?:\.\w+)*"  # the name of a setting
 UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _AGAIN = "then give the command again, with resume=true if its run had begun."
@@ -36,7 +36,7 @@ def explain(error: BaseException) -> str | None:
         if isinstance(cause, LitDpretError):
             return _by_full_name(str(cause))
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            file = cause.filename2 or cause.filename or "no file named"  # of two, the second is written to
+            file = cause.filename2 or cause.filename or "no file named"  # of two, the second is the output
             return f"the disk is full ({file}). Free space, {_AGAIN}"
         if isinstance(cause, OSError) and cause.errno == errno.EFBIG:
             file = cause.filename2 or cause.filename or "a file"
@@ -53,7 +53,7 @@ def explain(error: BaseException) -> str | None:
             return f"a checkpoint could not be written (is the disk full?). Free space, {_AGAIN}"
         if (lost := lost_rank(cause)) is not None:
             return str(lost)
-        if isinstance(cause, ValueError) and str(cause).startswith("Config group override"):  # of Hydra: null, a number
+        if isinstance(cause, ValueError) and str(cause).startswith("Config group override"):  # Hydra's: null, a number
             return _explain_no_choice()
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return _explain_composition(error)
@@ -72,7 +72,7 @@ def lost_rank(error: BaseException) -> WorkerError | None:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and its causes."""
+    """Yield an error and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -100,7 +100,7 @@ def _explain_composition(error: BaseException) -> str:
         return f"+{twice[1]}={twice[2]} adds a second choice of {twice[1]}. Leave out the +: {twice[1]}={twice[2]}."
     unknown = UNKNOWN_KEY.search(text)
     if unknown:
-        key = unknown.group(1)  # which may exist, and be given a mapping with a key that does not
+        key = unknown.group(1)  # this key may exist, and have received a mapping with a key that does not
         inside = re.search(rf"full_key: ({re.escape(key)}\.\S+)", str(error.__cause__))
         return explain_unknown_key(inside[1] if inside else key, given=key)
     if other := re.match(r"Error merging override ([\w./@]+)=", text):
@@ -112,10 +112,10 @@ def _explain_composition(error: BaseException) -> str:
     if choice:
         group, name = choice.groups()
         return f"{group}={name} does not exist. Choose one of {', '.join(names(group))}."
-    if text.startswith("Error in call to target") and error.__cause__ is not None:  # what a constructor choked on
+    if text.startswith("Error in call to target") and error.__cause__ is not None:  # an error from a constructor
         where, cause = re.search(r"full_key: (\S+)", text), " ".join(str(error.__cause__).split()).rstrip(".!")
         place = where.group(1) if where else "a part of the configuration"
-        cause = cause.split(" HINT: ")[0].rstrip(".")  # of another package than ours, whose extras bring it
+        cause = cause.split(" HINT: ")[0].rstrip(".")  # the hint names another package; our extras install it
         if unknown := re.search(r"unexpected keyword argument '(\w+)'", cause):
             return explain_unknown_key(f"{place}.{unknown[1]}")
         if place == "trainer" and "precision" in cause.lower():
@@ -142,14 +142,16 @@ def _composed_again(without: str = "") -> DictConfig:
 
 
 def _by_full_name(line: str) -> str:
-    """Name the setting that a line begins with as it is typed: ``encoder=x`` of a constructor is ``task.encoder=x``."""
+    """Name the setting at the start of a line as the user types it: a constructor's ``encoder=x`` is
+    ``task.encoder=x``.
+    """
     begun = re.match(rf"{_TYPED}(?==)", line)
     if begun is None:
         return line
     try:
         cfg = _composed_again()
     except Exception:
-        return line  # what cannot be composed has other settings than its error speaks of
+        return line  # the settings of a failed composition are not those in the error
     known = _setting_names(cfg)
 
     def full(found: re.Match[str]) -> str:
@@ -172,7 +174,7 @@ def _setting_names(cfg: DictConfig) -> list[str]:
 
 
 def _meant(key: str, known: Collection[str]) -> str:
-    """Ask for the settings that end in ``key``, in its last part, or in what is spelt almost so, if these are few."""
+    """Ask for the settings that end in ``key``, in its last part, or in a similar spelling, if these are few."""
     last = key.rpartition(".")[2]
     lasts = {name.rpartition(".")[2] for name in known}
     for tail in (key, *alike(key, known, cutoff=1), last, *alike(last, sorted(lasts))):
@@ -182,7 +184,7 @@ def _meant(key: str, known: Collection[str]) -> str:
 
 
 def _explain_other_form(key: str) -> str:
-    """Show the form of a setting that was given a list for a mapping, or the reverse."""
+    """Show the form of a setting that received a list instead of a mapping, or the reverse."""
     try:
         default: Any = OmegaConf.to_container(OmegaConf.select(_composed_again(without=key), key))
     except Exception:
@@ -193,9 +195,9 @@ def _explain_other_form(key: str) -> str:
 
 
 def explain_unknown_key(key: str, *, given: str | None = None) -> str:
-    """Say which choices have the unknown ``key``, or list the existing settings near it.
+    """Name the choices that have the unknown ``key``, or list the existing settings near it.
 
-    ``given`` is the setting of the command line that has it: ``key`` itself, or a mapping that holds it.
+    ``given`` is the command-line setting that contains it: ``key`` itself, or a mapping.
     """
     group, _, name = key.rpartition(".")
     try:
@@ -203,7 +205,7 @@ def explain_unknown_key(key: str, *, given: str | None = None) -> str:
     except Exception:
         return f"{key} is not a setting."
     there = _setting_names(cfg)
-    if key in there:  # it came with a choice, or with the class that the choice names by itself
+    if key in there:  # it came with a choice, or with the class that the choice names
         return _explain_no_argument(cfg, group, name)
     suggestion = _meant(key, there)
     try:
@@ -217,7 +219,7 @@ def explain_unknown_key(key: str, *, given: str | None = None) -> str:
         return f"{key} is not a setting.{choose or suggestion}"
     where = f"of {group}" if group else "at the top"
     where += f"={chosen}" if chosen else ""
-    takes = choices(group) if group in groups() and group != "task" else []  # no advice to do something else
+    takes = choices(group) if group in groups() and group != "task" else []  # no advice to run another task
     having = [one.name for one in takes if key in {setting.name for setting in one.keys}]
     if any(word.lstrip("+").startswith(f"{group}._target_=") for word in shown_overrides()):
         near = f" An argument that only another class has is added by a plus: +{key}=VALUE."
@@ -230,13 +232,13 @@ def explain_unknown_key(key: str, *, given: str | None = None) -> str:
 
 
 def _choices_at(place: str) -> list[Choice]:
-    """Return the choices whose settings, not those of a whole task or experiment, begin with ``place``."""
+    """Return the choices whose settings, other than those of a whole task or experiment, begin with ``place``."""
     found = [one for group in groups() if group != "task" for one in choices(group) if one.target]
     return [one for one in found if any(key.name.startswith(place) for key in one.keys)]
 
 
 def _explain_no_argument(cfg: DictConfig, group: str, name: str) -> str:
-    """Say how to leave out settings that are there and that the constructor of ``group`` does not take."""
+    """Explain how to leave out existing settings that the constructor of ``group`` does not take."""
     node: Any = OmegaConf.to_container(OmegaConf.select(cfg, group), resolve=False)
     made = node.get("_target_")
     try:

@@ -1,7 +1,7 @@
 """Read a W&B sweep file as W&B does: its parameters become trials, its command a command line.
 
-Only searches whose trials can be listed in advance are accepted: ``grid``, and ``random`` over listed values. One that
-looks at results to choose the next trial (``bayes``) has no list of trials whose cost could be reserved.
+Only searches whose trials can be listed in advance are accepted: ``grid``, and ``random`` over listed values. A search
+that chooses the next trial by results (``bayes``) has no list of trials whose cost could be reserved.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Trial:
 
     @property
     def id(self) -> str:
-        """Eight hexadecimal digits, the same for the same point everywhere; W&B's run id and the folder's name."""
+        """Eight hexadecimal digits, the same for the same point everywhere; also W&B's run id and the folder's name."""
         return json_sha256(self.overrides)[:8]
 
 
@@ -52,13 +52,13 @@ class SweepFile:
     """The content of a sweep file."""
 
     path: Path  # the file
-    program: str  # the script, as ``train.py``
+    program: str  # the script, such as ``train.py``
     method: str  # ``grid`` or ``random``
     parameters: Mapping[str, Sequence[Any]]  # the values of each parameter
     command: Sequence[str]  # the command line with W&B's macros
-    # ``name`` and ``goal`` of the result that trials are compared by; empty where there is none.
+    # ``name`` and ``goal`` of the result by which trials are compared; empty if there is none.
     metric: Mapping[str, str]
-    run_cap: int | None = None  # the most trials; None for all of a grid
+    run_cap: int | None = None  # maximum number of trials; None for all of a grid
 
     @classmethod
     def read(cls, path: str | Path) -> SweepFile:
@@ -73,7 +73,7 @@ class SweepFile:
                 f"task.file={path} cannot be read: {error.strerror}. It takes a file, or one of "
                 f"{', '.join(sorted(shipped))}."
             ) from error
-        except yaml.YAMLError as error:  # whose words quote the file, which may be a log
+        except yaml.YAMLError as error:  # its message quotes the file, which may be a log
             line = getattr(getattr(error, "problem_mark", None), "line", 0) + 1
             raise ConfigurationError(f"task.file={path} is not YAML (line {line}).") from error
         if not isinstance(content, dict):
@@ -127,7 +127,7 @@ class SweepFile:
 
     @property
     def fixed(self) -> list[str]:
-        """The settings that all trials share: those of the command that are neither macros nor Hydra's own."""
+        """The settings that all trials share: those in the command that are neither macros nor Hydra's own."""
         return [part for part in self.command if "=" in part and not part.startswith(("${", "hydra.", "trial_of="))]
 
     def command_line(self, trial: Trial, environment: Mapping[str, str]) -> list[str]:
@@ -138,7 +138,7 @@ class SweepFile:
         words: list[str] = []
         for part in self.command:
             if part == "${env}":
-                continue  # /usr/bin/env; the environment is handed on as it is
+                continue  # /usr/bin/env; the environment is passed on unchanged
             if part == "${interpreter}":
                 words.append(sys.executable)
             elif part == "${program}":
@@ -153,7 +153,7 @@ class SweepFile:
 
     def fingerprint(self) -> str:
         """Return a hash of everything that determines the trials and how they run."""
-        parameters = list(self.parameters.items())  # their order is that of the trials
+        parameters = list(self.parameters.items())  # their order determines the order of trials
         facts = [self.program, self.method, parameters, list(self.command), dict(self.metric), self.run_cap]
         return json_sha256(facts, default=str)
 

@@ -1,7 +1,7 @@
 """The folder of a sweep: its plan, its reservations, and the results of its trials.
 
-``sweep.json`` is written before anything is reserved and never changed. Each trial says in ``trials/ID/trial.json``
-when it is done what it reached. So several processes, and agents of W&B, can work in one folder.
+``sweep.json`` is written before anything is reserved and never changed. Each finished trial writes its results to
+``trials/ID/trial.json``. So several processes, and agents of W&B, can work in one folder.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ DONE = "trial.json"
 class SweepTerms:
     """The terms for counting and comparing the trials of a sweep."""
 
-    # Of the private trials: their unit, neighbours and delta; None where no trial is private.
+    # The budget of the private trials: their unit, neighbours and delta; None if no trial is private.
     budget: PrivacyBudget | None
     accountant: AccountantName = "pld"  # of the private trials
-    dataset_ledger: Path | None = None  # adds up what they release
+    dataset_ledger: Path | None = None  # the ledger that adds up their releases
     total_eps: float | None = None  # the limit of that ledger
     ledger_delta: float | None = None  # the delta that the limit holds at
-    metric_data: str  # on which data trials are compared
-    planned: Mapping[str, Any] | None = None  # the epsilon of all of them together
-    # How many trials train on private data without any privacy; None where nobody looked.
+    metric_data: str  # the data on which trials are compared
+    planned: Mapping[str, Any] | None = None  # the joint epsilon of all of them
+    # Number of trials that train on private data without any privacy; None if this was not checked.
     without_privacy: int | None = None
     # The releases on which trials under ``privacy=synthetic`` train, each once, and null for all others.
     releases: Sequence[str | None] | None = None
@@ -133,7 +133,7 @@ class SweepFolder:
         return found if isinstance(found, dict) else None
 
     def results(self) -> dict[str, dict[str, Any]]:
-        """Return the results of all finished trials, by folder; W&B's agents name their own."""
+        """Return the results of all finished trials, by folder; W&B's agents name their own folders."""
         folders = sorted(path.parent.name for path in (self.folder / TRIALS).glob(f"*/{DONE}"))
         return {name: result for name in folders if (result := self.result(name)) is not None}
 
@@ -154,7 +154,7 @@ class SweepFolder:
 
     @property
     def parameters(self) -> dict[str, set[str]]:
-        """The settings that the file names for its trials, with their values in the plan."""
+        """The settings that the file names for its trials, with their planned values."""
         found: dict[str, set[str]] = {}
         for trial in self.facts["trials"]:
             for setting in trial["settings"]:
@@ -163,7 +163,7 @@ class SweepFolder:
         return found
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts of the sweep for a trial's own ledger and card; public ones only."""
+        """Return the public facts of the sweep, for a trial's own ledger and card."""
         facts = self.facts
         return {
             "id": self.id,
@@ -198,7 +198,7 @@ def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedge
 
 
 def write_result(folder: Path, settings: Sequence[str], metrics: Mapping[str, Any]) -> None:
-    """Record a finished trial and its result; readable by the owner alone, since scores may use private queries."""
+    """Record a finished trial and its result, readable by the owner alone, since scores may use private queries."""
     numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
     write_whole(
         folder / DONE, json.dumps({"settings": list(settings), "metrics": numbers}, indent=2) + "\n", owner_only=True

@@ -1,7 +1,7 @@
 """The trials of a sweep on this machine, without a server: one process each, one after another.
 
-What W&B's agent does with a server, this does with a folder. Several of these may work in one folder at once: a
-trial that somebody else is at is left to them. A trial that was interrupted goes on from its last checkpoint.
+This does with a folder what W&B's agent does with a server. Several runners may work in one folder at once: a trial
+that another process is running is left to it. An interrupted trial resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lit_dpret.sweeps.file import SweepFile, Trial
 from lit_dpret.sweeps.folder import SWEEP, TRIALS, SweepFolder
 
 LOG = "trial.log"
-_GRACE = 30.0  # seconds for a trial to end by itself, and to write its card, when the sweep is interrupted
+_GRACE = 30.0  # seconds for a trial to end by itself and write its card when the sweep is interrupted
 SWEEP_VARIABLE = "LIT_DPRET_SWEEP"
 
 
@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def settled(self) -> int:
-        """The trials without remaining work here."""
+        """The number of trials without remaining work here."""
         return len(self.done) + len(self.failed) + len(self.elsewhere)
 
 
@@ -46,10 +46,10 @@ def run_trials(
     """Run every trial that is neither finished nor running in another process.
 
     Guarantees:
-        - A trial that is done is not run again; one that was interrupted goes on where it stopped.
-        - No two processes run one trial at a time.
-        - A trial that fails is named with its reason, and the others are run.
-        - When this is interrupted, the trial that is running is ended too, and has time to settle what it spent.
+        - A finished trial is not run again; an interrupted one resumes where it stopped.
+        - No two processes run one trial at the same time.
+        - A failed trial is reported with its reason, and the others still run.
+        - When the sweep is interrupted, the running trial is ended too, with time to settle what it spent.
 
     ``offline``: W&B writes to the trials' folders and sends nothing. ``progress`` takes (done, all, the last one).
     """
@@ -80,14 +80,14 @@ def run_trials(
 
 
 def environment_of(sweep: SweepFolder, trial: Trial, *, offline: bool) -> dict[str, str]:
-    """Return the environment of a trial, as set by W&B's agent, as far as possible without a server."""
+    """Return the environment of a trial, as W&B's agent would set it, as far as possible without a server."""
     own = {
         SWEEP_VARIABLE: str(sweep.folder),
         "WANDB_RUN_ID": trial.id,
         "WANDB_RUN_GROUP": f"sweep-{sweep.id}",
         "WANDB_RESUME": "allow",
     }
-    # A sweep's id would have the upload look for a sweep that no server knows; the group keeps its trials together.
+    # A sweep id would make the upload look for a sweep that no server knows; the group keeps its trials together.
     known = {
         name: value for name, value in os.environ.items() if name not in ("WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
     }
@@ -95,7 +95,7 @@ def environment_of(sweep: SweepFolder, trial: Trial, *, offline: bool) -> dict[s
 
 
 def check_command(file: SweepFile, trial: Trial, folder: Path) -> None:
-    """Refuse a command whose trials would not know the sweep in ``folder``, or write outside of it."""
+    """Refuse a command whose trials would not know the sweep in ``folder``, or would write outside of it."""
     known = {SWEEP_VARIABLE: str(folder), "WANDB_RUN_ID": trial.id}
     given = dict(word.partition("=")[::2] for word in file.command_line(trial, known))
     place = f"${{envvar:{SWEEP_VARIABLE}}}"
@@ -113,14 +113,14 @@ def check_command(file: SweepFile, trial: Trial, folder: Path) -> None:
 
 
 def _run(sweep: SweepFolder, file: SweepFile, trial: Trial, folder: Path, offline: bool) -> str | None:
-    """Run one trial to its end; the reason where it failed."""
+    """Run one trial to its end; return the reason if it failed."""
     environment = environment_of(sweep, trial, offline=offline)
     words = file.command_line(trial, environment)
     if holds_a_run(folder):
         words.append("resume=true")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # For its owner alone, as the report: a task may print scores of private queries.
+        # Readable by its owner alone, like the report: a task may print scores of private queries.
         with open(folder / LOG, "ab", opener=partial(os.open, mode=0o600)) as log:
             process = subprocess.Popen(
                 words, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
