@@ -1,8 +1,8 @@
-"""Amendments of a finished card: results of audits, and notes on what its claim does not cover.
+"""Amendments of a finished card: audit results, and notes on what its claim does not cover.
 
-A score against private queries changes nothing about the artefact, but no noise covers it, so the card is amended with
-a note. The SHA-256 of the card before is kept, because cards of derived artefacts name that one: taking notes and
-results off again gives back that file, byte for byte, or the notes are not all that was changed.
+A score against private queries does not change the artefact, but no noise covers it, so the card is amended with a
+note. Cards of derived artefacts name the earlier version of the card by its SHA-256, so each amendment keeps that
+hash. Removing the amendments must restore that file byte for byte; otherwise something else was changed too.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class AttackResult:
     """One result of an attack, an entry of ``empirical.results``."""
 
     attack: str  # what was tried, in a phrase
-    n: int  # how many canaries, guesses or trainings it was tried on
-    metric: str  # what ``estimate`` is
-    estimate: float | None = None  # the measured value; None where there is a bound alone
+    n: int  # the number of canaries, guesses or trainings that were attacked
+    metric: str  # the name of the quantity in ``estimate``
+    estimate: float | None = None  # the measured value; None where there is only a bound
     ci: tuple[float, float] | None = None  # its confidence interval, at ``confidence``
     eps_lower: float | None = None  # the lower bound on epsilon, at ``delta``; None where the attack gives none
     delta: float | None = None
     confidence: float | None = None  # of the interval and the bound; None for a point value
-    method: str | None = None  # which estimator gave the bound; it holds under ``assumption``
+    method: str | None = None  # the estimator that gave the bound, which holds under ``assumption``
     assumption: str | None = None
-    copies: int = 1  # how often each canary stood in the data
-    ceiling: float | None = None  # what ``estimate`` cannot exceed by the accounting; it is not a measurement
+    copies: int = 1  # how often each canary occurred in the data
+    ceiling: float | None = None  # the largest ``estimate`` that the accounting allows; not a measurement
     about: About = "this model"  # ``this model``, or ``other trainings`` with the same settings
-    canaried: bool = True  # whether the model that the card is about was trained on the planted canaries
+    canaried: bool = True  # whether the model that the card describes was trained on the planted canaries
 
     def __post_init__(self) -> None:
         numbers = [self.estimate, *(self.ci or ()), self.eps_lower, self.delta, self.confidence, self.ceiling]
@@ -59,7 +59,7 @@ class AttackResult:
 def add_evidence(folder: str | Path, results: Sequence[AttackResult]) -> Path | None:
     """Add results to the card in ``folder``; return its path, or None if the folder has no card.
 
-    A model folder's copy is a card of its own: call this for both.
+    A model folder's copy is a separate card: call this for both.
     """
     if not results:
         path = Path(folder) / CARD_NAME
@@ -78,14 +78,14 @@ def _noted(folder: str | Path, content: Mapping[str, Any], caution: str) -> Path
 
 
 def restated(card: dict[str, Any]) -> dict[str, Any]:
-    """Return the card with the statement and the checksum of what it says."""
+    """Return the card with its statement and checksum updated."""
     card["claim"]["statement"] = statement(card)
     card["checksum"] = checksum(card)
     return card
 
 
 def amended(card: Mapping[str, Any], notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the card with further notes: results of attacks, or texts, each once."""
+    """Return the card with further notes: attack results, or texts, each text at most once."""
     found = copy.deepcopy(dict(card))
     for note in notes:
         if "results" in note:
@@ -107,12 +107,12 @@ def amended(card: Mapping[str, Any], notes: Sequence[Mapping[str, Any]]) -> dict
 def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | None:
     """Note on the card of ``folder`` that its claim does not cover a value computed from private data.
 
-    The note stands under what is not covered and as a caution, equal texts once.
+    The note appears under ``not_covered`` and as a caution; equal texts appear once.
 
     Args:
-        folder: Where the card lies; without one, there is no claim that could be misread.
-        what: What was published, with the artefact it is about, as the subject of a sentence.
-        computed: From what, as the end of a sentence.
+        folder: The card's folder. Without a card, no claim could be misread, and nothing happens.
+        what: What was published and for which artefact, as the subject of a sentence.
+        computed: What it was computed from, as the end of a sentence.
     """
     note = {
         "not_covered": f"{what}, computed from {computed}: whoever is shown these numbers is told more than the claim "
@@ -123,9 +123,9 @@ def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | 
 
 
 def _tell_readers(folder: Path, before: str, after: str, caution: str) -> None:
-    """Write a caution into the ``README.md`` of the card, which is what a hub shows, and name the card as it is now.
+    """Write a caution into the card's ``README.md``, which a hub shows, and update the SHA-256 of the card there.
 
-    A page that names another card, or none, is somebody else's: a run folder may be the folder of a project.
+    A page that does not name this card belongs to something else: a run folder may be a project folder.
     """
     page = folder / README
     if not page.is_file() or before not in (text := page.read_text(encoding="utf-8")):
@@ -138,20 +138,20 @@ def _tell_readers(folder: Path, before: str, after: str, caution: str) -> None:
 def with_notes(card: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
     """Copy the notes of the card in ``folder`` to the card that will replace it, as on a resume.
 
-    The folder may have been renamed in between, so the name does not count. Results of attacks are kept only on the
-    very same files.
+    The folder may have been renamed in between, so names are not compared. Attack results are kept only if the files
+    are identical.
     """
     path = Path(folder) / CARD_NAME
     if not path.is_file():
         return dict(card)
     try:
         old = read_card(path)
-    except DataError:  # about to be replaced; it can be trusted in nothing
+    except DataError:  # it is about to be replaced, and nothing on it can be trusted
         return dict(card)
     if old["subject"]["artifact_type"] != card["subject"]["artifact_type"]:
         return dict(card)
     notes = [note for note in old.get("amendments", []) if note not in card.get("amendments", [])]
-    if old["subject"]["sha256"] != card["subject"]["sha256"]:  # other weights: what attacks found is not about them
+    if old["subject"]["sha256"] != card["subject"]["sha256"]:  # the attack results are about other weights
         notes = [note for note in notes if "results" not in note]
     return amended(card, notes) if notes else dict(card)
 
@@ -179,7 +179,7 @@ def names_before_evidence(card: Mapping[str, Any]) -> set[str]:
 
 
 def _before(card: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The card without its last amendment; None where there is none, or more than its texts was changed."""
+    """Return the card without its last amendment; None if there is none, or if more than its texts was changed."""
     if not card.get("amendments"):
         return None
     found = copy.deepcopy(dict(card))

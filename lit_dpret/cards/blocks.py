@@ -1,7 +1,7 @@
 """Blocks of a document (paragraphs, tables, banners), with an HTML and a Markdown form each.
 
-The HTML is one file: no script, no font and no image is loaded from anywhere, and a content policy forbids it. Every
-text is escaped; it may come from a data set, a file name or a model.
+The HTML is one file that loads no script, font or image, and its content policy forbids loading any. Every text is
+escaped, because it may come from a data set, a file name or a model.
 """
 
 from __future__ import annotations

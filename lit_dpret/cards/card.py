@@ -1,6 +1,6 @@
 """The privacy card: the claim of a run, computed from what the run did.
 
-Its epsilon is recomputed from the ledger, never copied from a configuration. What is made from a private artefact
+Its epsilon is recomputed from the ledger, never copied from a configuration. An artefact made from a private artefact
 without touching the private data again inherits the claim. The fields follow Ponomareva et al., "How to DP-fy ML"
 (2023), section 5.3, and tier 3 of the OpenDP deployments registry.
 """
@@ -64,15 +64,15 @@ __all__ = [
 class CardFacts:
     """Facts on a card that no ledger contains."""
 
-    # ``optimizer``, ``trainable_parameters``, …; they cannot replace facts that the ledger does hold.
+    # ``optimizer``, ``trainable_parameters``, …; they cannot replace facts that the ledger holds.
     mechanism: Mapping[str, Any] = field(default_factory=dict)
-    # ``{"data": none|public|synthetic|private|unknown, "n_trials", "note"}``, and for a search whose cost is to be
-    # stated ``{"method": "random_stopping", "mean_runs", "runs_law"}``.
+    # ``{"data": none|public|synthetic|private|unknown, "n_trials", "note"}``; to state the cost of a search, also
+    # ``{"method": "random_stopping", "mean_runs", "runs_law"}``.
     tuning: Mapping[str, Any] | None = None
     generation: Mapping[str, Any] | None = None  # how a synthetic set was decoded and filtered
     environment: Mapping[str, Any] | None = None  # from `environment_facts`
-    output_released: Sequence[str] = ()  # what has been let out, in words; a default says what usually is
-    assumptions: Sequence[Assumption] = ()  # further steps of the argument, in addition to those the ledger decides
+    output_released: Sequence[str] = ()  # what has been released, in words; the default is what usually is
+    assumptions: Sequence[Assumption] = ()  # assumptions in addition to those that the ledger decides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class RunFacts(CardFacts):
 
 _USUALLY_RELEASED = ("the final weights", "every checkpoint on the way")
 
-# How a card is checked, and what only a signature can show.
+# How a card is checked, and what only a signature can prove.
 SIGNOFF = {
     "signature": SIGNATURE_NAME,
     "text": "Everything on this card that follows from its ledger can be computed anew, and an edit of the card, the "
@@ -101,7 +101,7 @@ def build_card(
 
     Guarantees:
         - ``claim.epsilon`` is the accountant's answer to `claimed_releases` of the records; no argument can lower it.
-        - It is null under a red banner where any release was made without noise (``guarantee`` is ``none``) or an
+        - It is null, under a red banner, if any release was made without noise (``guarantee`` is ``none``) or an
           assumption that the proof needs is false (``not_proved``).
         - An assumption with ``holds`` false always leaves a banner.
 
@@ -158,23 +158,23 @@ def inherit_card(
     """Build the card of an artefact computed only from another artefact and public data.
 
     Guarantees:
-        - The claim is the parent's, never better. A parent without a guarantee, or with an audit that contradicts its
-          claim, passes on that there is none.
-        - The parent is named by the SHA-256 of its card, and so are the parent's parents.
+        - The claim is the parent's, never better. If the parent has no guarantee, or an audit contradicts its claim,
+          the new card has no guarantee either.
+        - The card names the parent, and the parent's parents, by the SHA-256 of their cards.
 
     Args:
         parent_path: The parent's ``privacy_card.json``, or the folder that holds it.
         subject: From `subject_of`.
-        facts: About the new artefact; a false assumption among them leaves no guarantee.
+        facts: Facts about the new artefact; a false assumption among them removes the guarantee.
         description: What was done with the parent, in a phrase.
-        parent_ledger: The parent's ledger; by default the file that the parent names, beside its
-            card. If it is there, the parent's arithmetic is checked; if not, the card says so.
+        parent_ledger: The parent's ledger; by default the file that the parent names, next to its
+            card. If it exists, the parent's arithmetic is checked; if not, the card says so.
         ledger_records: Records of the run that made the new artefact; a release among them is refused.
 
     Raises:
-        DataError: The parent is missing, malformed, was edited, contradicts its ledger, or describes
-            files that are not the ones beside it.
-        ConfigurationError: The new run made releases of its own.
+        DataError: The parent is missing, malformed, edited, contradicts its ledger, or describes
+            files that differ from those next to it.
+        ConfigurationError: The new run made its own releases.
     """
     facts = facts or CardFacts()
     parent_path = card_path(parent_path)
@@ -191,7 +191,7 @@ def inherit_card(
     ledger_path = Path(parent_ledger) if parent_ledger else folder / str((parent["ledger"] or {}).get("name"))
     checked = ledger_path.is_file()
     if checked and not parent_ledger and parent["mechanism"].get("kind") == "post_processing":
-        # Beside an inherited card may lie the ledger of the run that made the artefact, which is not the claim's.
+        # The ledger next to an inherited card may be that of the run that made the artefact, not the claim's.
         checked = str((parent["ledger"] or {}).get("head")).encode() in ledger_path.read_bytes()
     if checked and (problems := verify_card(parent, ledger_path)):
         raise DataError(f"{parent_path} does not agree with its ledger {ledger_path}: {problems[0]}")
@@ -281,7 +281,7 @@ def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
             }[assumption["consequence"]]
             banners.append(f"An assumption does not hold: {assumption['text']} {ending}")
     if claim["guarantee"] == "dp":
-        # The claim is without the choice.
+        # The claim does not include the choice.
         if card["tuning"]["data"] in ("private", "unknown", "synthetic") or not card["tuning"]["accounted"]:
             cautions.append(card["tuning"]["text"])
         start = (card["accounting"] or {}).get("init_from") or {}

@@ -1,8 +1,8 @@
 """Check a card against its ledger, as any reader can.
 
-`recheck` compares everything that follows from the ledger (ceilings of attacks, groups of units, the noise, the
-assumptions as well): a card on which one of those was made more pleasant is false too.
-Sentences are told apart from facts, because another version writes other ones.
+`recheck` compares everything that follows from the ledger, including attack ceilings, groups of units, the noise and
+the assumptions: a card on which any of those was improved is false too.
+Sentences are treated separately from facts, because another version words them differently.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, noise_keys, recor
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.settings import is_number
 
-# Two evaluations of one accountant differ by less than this; another library version may not.
+# Two evaluations of one accountant differ by less than this; another library version may differ by more.
 TOLERANCE = 1e-6
 
 
@@ -37,7 +37,7 @@ def verify_card(card: Mapping[str, Any], ledger_path: str | Path, *, folder: str
     Args:
         card: From `read_card` (or `build_card`); for an inherited card, the ledger is the parent's.
         ledger_path: The ledger.
-        folder: Where the subject's files lie; given, their SHA-256 are compared.
+        folder: The folder of the subject's files; if given, their SHA-256 are compared.
     """
     if problem := malformed(card):
         return [problem]
@@ -62,7 +62,7 @@ def changed_files(digests: Mapping[str, str], folder: Path) -> list[str]:
 
 
 Place = tuple[str, ...]
-"""The names and numbers that lead to an entry of a card."""
+"""The path of keys and indices that leads to an entry of a card."""
 
 _DECLARED = {
     "claim": ("output_released",),
@@ -80,11 +80,11 @@ _SENTENCES = (
 class Recheck:
     """The result of comparing a card with its ledger."""
 
-    problems: Sequence[str] = ()  # of the chain and the claim; where there are any, nothing else was compared
-    wrong: Sequence[str] = ()  # facts that are not those of the ledger
-    words: Sequence[str] = ()  # sentences that are not those that follow from it
-    numbers: int = 0  # how many were recomputed
-    # The entries that the ledger decides; every other one was compared with nothing.
+    problems: Sequence[str] = ()  # of the chain and the claim; if there are any, nothing else was compared
+    wrong: Sequence[str] = ()  # facts that differ from the ledger's
+    words: Sequence[str] = ()  # sentences that differ from those that follow from the ledger
+    numbers: int = 0  # how many numbers were recomputed
+    # The entries that the ledger decides; all others were compared with nothing.
     decided: frozenset[Place] = frozenset()
 
 
@@ -99,9 +99,9 @@ class _Found:
 
 
 def recheck(card: Mapping[str, Any], ledger: PrivacyLedger, *, whole: bool = True) -> Recheck:
-    """Compare a card with the recomputed values that its ledger determines.
+    """Compare a card with the values recomputed from its ledger.
 
-    Of a derived card, and where not the ``whole`` is asked for, the claim alone is compared.
+    For a derived card, or if ``whole`` is false, compare only the claim.
     """
     stored = card["ledger"]
     if broken := _not_its_chain(stored, ledger):
@@ -132,7 +132,7 @@ def recheck(card: Mapping[str, Any], ledger: PrivacyLedger, *, whole: bool = Tru
 
 
 def _not_its_chain(stored: Mapping[str, Any], ledger: PrivacyLedger) -> list[str]:
-    """Return how a ledger shows that the card was not made from it, or from more of it than is left."""
+    """Return the signs that the card was not made from this ledger, or from more records than are left."""
     records, count = ledger.records, stored["records"]
     torn = f"The ledger ends in an incomplete line of {ledger.torn_bytes} bytes."
     problems = [torn] if ledger.torn_bytes else []
@@ -154,9 +154,9 @@ def judge_card(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) ->
 
 
 def _of_claim(card: Mapping[str, Any], judged: Judged, *, derived: bool) -> Iterator[_Found]:
-    """Compare the claim, what it rests on by name, and how the settings behind it were chosen."""
+    """Compare the claim, the parents, protocols and canaries it relies on, and the choice of settings."""
     behind, named = start_parents(judged.records), card["parents"]
-    if derived:  # what it was made from comes first
+    if derived:  # the artefacts it was made from come first
         named = named[len(named) - len(behind) :]
     other = "The cards that it names are not those that the ledger's run started from."
     yield _Found(("parents",), None if named == behind else other)
@@ -166,13 +166,13 @@ def _of_claim(card: Mapping[str, Any], judged: Judged, *, derived: bool) -> Iter
         other = f"The {what} on the card are not those that the ledger knew before its first step."
         yield _Found(("empirical", name), None if same else other)
     fresh, claim = _as_json(claim_facts(judged)), card["claim"]
-    if fresh["guarantee"] != claim["guarantee"]:  # all else follows from it
+    if fresh["guarantee"] != claim["guarantee"]:  # everything else follows from it
         yield _Found(("claim",), _differs("claim.guarantee", claim["guarantee"], fresh["guarantee"]))
         return
     yield from _compared(fresh, claim, ("claim",))
     tuning = card["tuning"]
     if derived and tuning.get("epsilon") is None:
-        return  # it was chosen on what is public, or what is open of it is said
+        return  # either the choice was made on public data, or its gaps are stated
     earlier = (recorded_start(judged.records) or {}).get("tuning")
     if not _possible(card, judged) or (earlier is not None and hides_earlier_tuning(tuning, earlier, composed=True)):
         text = "What the card says of the choice of hyper-parameters (tuning) does not follow from the ledger."
@@ -180,7 +180,7 @@ def _of_claim(card: Mapping[str, Any], judged: Judged, *, derived: bool) -> Iter
 
 
 def _possible(card: Mapping[str, Any], judged: Judged) -> list[dict[str, Any]]:
-    """The tuning blocks that a run with this ledger may have, and that state the facts and the price of the card's."""
+    """Return the possible tuning blocks for this ledger that agree with the card's facts and epsilon."""
     stated = card["tuning"]
 
     def fits(block: Mapping[str, Any]) -> bool:
@@ -193,7 +193,7 @@ def _possible(card: Mapping[str, Any], judged: Judged) -> list[dict[str, Any]]:
 
 
 def _of_the_rest(card: Mapping[str, Any], judged: Judged) -> Iterator[_Found]:
-    """Compare every other entry of a card with a ledger of its own."""
+    """Compare every other entry of a card that has its own ledger."""
     model = card["pretraining"].get("model")
     fresh = decided_blocks(judged, model, card["accounting"] or {})
     yield from _compared(_as_json(fresh), card, ())
@@ -230,7 +230,7 @@ def _assumed(
 def _compared(fresh: Any, stated: Any, place: Place) -> Iterator[_Found]:
     where, words = ".".join(place), any(name in _SENTENCES for name in place)
     if fresh is None and place[0] == "mechanism":
-        return  # which also holds what the ledger does not know
+        return  # the card's mechanism also holds facts that the ledger does not know
     if isinstance(fresh, Mapping) and isinstance(stated, Mapping) and (fresh or stated):
         for name in fresh:
             if name in _DECLARED.get(where, ()):

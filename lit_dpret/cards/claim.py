@@ -1,7 +1,7 @@
 """The claim of a card: the number, unit and neighbours, its gaps, and the guarantee for several units.
 
-Which unit, and how the two data sets of the guarantee differ, decides what is protected and what is not; both lists are
-derived from those two words, so that no card can promise more than its accountant computed.
+The unit and the neighbouring relation decide what is protected and what is not. Both lists are derived from those two
+words, so that no card can promise more than its accountant computed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lit_dpret.privacy.ledger.run_ledger import recorded_start
 from lit_dpret.privacy.plan import PrivacyPlan
 
 GROUPS = (2, 5, 10)
-"""The numbers of units for which every card states what they are worth together."""
+"""The group sizes for which every card states a joint epsilon."""
 
 _NO_GUARANTEE = "not computed: no guarantee"
 _OF_A_CLAIM = (
@@ -67,7 +67,7 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = ()) -> dict[str
         curve = [[epsilon, delta] for epsilon, delta in pairs if math.isfinite(epsilon)]
     proved = verdict.guarantee == "dp"
     name = plan_of(judged.records)[1].get("unit_name")
-    is_user = name == "user" and plan.max_units_per_user is None  # all of one user, and no other bound is declared
+    is_user = name == "user" and plan.max_units_per_user is None  # a unit is a whole user; no other bound is declared
     claim = {
         "flavour": "(epsilon, delta)-differential privacy",
         "guarantee": verdict.guarantee,
@@ -99,7 +99,7 @@ _NAMING_THE_UNIT = ("unit_text", "unit_plural", "neighbours_text", "protected", 
 
 
 def _named(text: Any, name: str) -> Any:
-    """Say in the place of "record" what its owner calls the unit that every record is."""
+    """Replace "record" by the data owner's name for the unit."""
     if isinstance(text, list):
         return [_named(each, name) for each in text]
     article = "an" if re.match("(?!us|uni|eu|one)[aeiou]", name) else "a"
@@ -109,9 +109,9 @@ def _named(text: Any, name: str) -> Any:
 def user_level_epsilon(judged: Judged, plan: PrivacyPlan) -> float | None:
     """Return the epsilon of everything that one user contributed; None if it is not declared or not proved.
 
-    With ``unit=user`` it is the claim's own, otherwise that of ``max_units_per_user`` units together. The releases of
-    each run before it are judged by the bound of that run, and none is stated where one of them declared none: one
-    person's units of one run and of another are that person's.
+    With ``unit=user`` it is the claim's own epsilon, otherwise that of ``max_units_per_user`` units together. The
+    releases of each earlier run are judged by that run's bound, and the result is None if any run declared no bound:
+    one person's units in different runs all belong to that person.
     """
     if plan.budget.unit == "user":
         return judged.verdict.epsilon
@@ -133,7 +133,7 @@ def user_level_epsilon(judged: Judged, plan: PrivacyPlan) -> float | None:
 
 
 def group_facts(judged: Judged, plan: PrivacyPlan) -> list[dict[str, Any]]:
-    """Return for each of `GROUPS` the number of units, and their joint epsilon or the reason for None."""
+    """Return, for each size in `GROUPS`, the number of units and their joint epsilon, or the reason for None."""
     return [_of_units(units, judged, plan) for units in GROUPS]
 
 
@@ -153,7 +153,7 @@ def _of_units(units: int, judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
 
 
 def _wider(units: int, charged: Sequence[Release], plan: PrivacyPlan) -> dict[str, Any] | None:
-    """The cap of this run's batches that would give ``units`` units a number, and the number; None where none would."""
+    """Return the batch cap at which ``units`` units get a finite epsilon, and that epsilon; None if no cap helps."""
     law = plan.law
     own = [r for r in charged if isinstance(r, GaussianRelease) and r.law == law]
     if not isinstance(law, TruncatedPoisson) or not own:
@@ -166,7 +166,7 @@ def _wider(units: int, charged: Sequence[Release], plan: PrivacyPlan) -> dict[st
 
 
 def without_numbers(facts: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return a parent's accounting without epsilon, for a child whose own guarantee is not proved."""
+    """Return a parent's accounting without epsilons, for a child whose own guarantee is not proved."""
     if facts is None:
         return None
     bare = copy.deepcopy(dict(facts))
@@ -194,12 +194,12 @@ _PLURAL: dict[str, str] = {
     "query": "queries", "pair": "pairs", "user": "users", "image": "images", "passage": "passages",
     "record": "records",
 }  # fmt: skip
-#: Units without a public list of passages beside them.
+#: Units that come without a public list of passages.
 _WITHOUT_PASSAGES = ("image", "record")
 
 
 def describe_duplicates(unit: Unit, duplicates: Duplicates) -> str:
-    """Describe what the policy on equal texts under different ids means for the claim; no counts."""
+    """Describe what the policy on equal texts under different ids means for the claim, without counts."""
     if unit == "user":
         return (
             "Equal texts of one user are in one unit; those of several users are parts of as many, and protected as "
@@ -261,7 +261,7 @@ def unprotected_quantities(unit: Unit, neighbours: Neighbours, n: int | None) ->
 
 
 def tuning_gaps(tuning: Mapping[str, Any]) -> list[str]:
-    """List the gaps left by the choice of hyper-parameters, and by that of a run."""
+    """List the gaps left by the choice of hyper-parameters and by the choice among several runs."""
     return [*_settings_gaps(tuning), *_siblings_gaps(tuning.get("siblings"))]
 
 
@@ -376,7 +376,7 @@ def _copies(groups: Sequence[Mapping[str, Any]], what: str) -> str:
 
 
 def _worth(group: Mapping[str, Any]) -> str:
-    """The epsilon of so many copies, and where it is infinite what would make it a number."""
+    """Describe the epsilon of one group and, if it is infinite, what would make it finite."""
     text = f"{show_epsilon(group['epsilon'])} for {group['units']}"
     if group["why"] != "infinite":
         return text
@@ -385,14 +385,14 @@ def _worth(group: Mapping[str, Any]) -> str:
     return f"{text} (no cap alone would make it a number; more noise, from a lower privacy.eps, may)"
 
 
-# Below this, rounding in the convolution of privacy losses is no longer small beside delta.
+# Below this, rounding in the convolution of privacy losses is no longer small compared with delta.
 _LEAST_DELTA = 1e-12
 _PAIRS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedCurve:
-    """The claim of a run about one unit: ``eps`` at ``delta``, and all ``pairs`` (epsilon, delta) that hold at once."""
+    """A run's claim about one unit: ``eps`` at ``delta``, and ``pairs`` (epsilon, delta) that all hold at once."""
 
     eps: float
     delta: float
@@ -403,8 +403,8 @@ class ClaimedCurve:
 def claimed_curve(records: Sequence[Mapping[str, Any]]) -> ClaimedCurve | None:
     """Return the privacy curve of a ledger's own releases, which an audit of that run can contradict.
 
-    A canary planted in this run met none of the releases of a model that the run started from, so those are left out:
-    the curve is never above the claim on the card. None where the releases prove nothing.
+    A canary planted in this run took part in no release of the model that the run started from, so those releases are
+    left out: the curve is never above the claim on the card. The result is None if the releases prove nothing.
     """
     plan, _ = plan_of(records)
     if plan is None:
@@ -419,7 +419,7 @@ def claimed_curve(records: Sequence[Mapping[str, Any]]) -> ClaimedCurve | None:
 
 
 def planned_curve(plan: PrivacyPlan) -> ClaimedCurve | None:
-    """Return the privacy curve of the planned steps, before the first of them; None without a claim."""
+    """Return the privacy curve of the planned steps, before the first step; None without a claim."""
     if not plan.proved:
         return None
     steps = GaussianRelease(noise_multiplier=plan.noise_multiplier, law=plan.law, count=plan.steps)
@@ -431,7 +431,7 @@ def _curve(epsilon: float, charged: Sequence[Release], plan: PrivacyPlan, accoun
     grid = [float(eps) for eps in np.linspace(0.0, 2.0 * epsilon + 4.0, _PAIRS)]
     try:
         deltas = delta_at(grid, charged, neighbours=neighbours, accountant=accountant)
-    except UnsupportedAccountingError:  # an accountant that bounds epsilon only
+    except UnsupportedAccountingError:  # this accountant only bounds epsilon
         deltas = []
     pairs = [(eps, found) for eps, found in zip(grid, deltas, strict=False) if _LEAST_DELTA <= found < 1]
     return ClaimedCurve(eps=epsilon, delta=delta, neighbours=neighbours, pairs=((epsilon, delta), *pairs))

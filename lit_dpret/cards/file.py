@@ -1,7 +1,7 @@
-"""Card files: written atomically, validated on reading, named by SHA-256, and compared with the files beside them.
+"""Card files: written atomically, validated on reading, named by SHA-256, and compared with the files next to them.
 
-A card decides what others believe, so one that cannot be a claim is not read as one, nor is it believed beside other
-files than it lists: an edited query under a good card would go out with a claim that nobody made for it.
+Readers trust a card. One that cannot be a valid claim is therefore rejected, and so is one next to files other than
+those it lists: otherwise an edited query would be published under a claim that was never made for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCHEMA = "lit-dpret/privacy-card/1"
 SIGNATURE_NAME = "privacy_card.sig"
 PROVENANCE, README = "provenance", "README.md"
 MODEL_FOLDER = "model"
-"""Where a run leaves its model."""
+"""The subfolder where a run saves its model."""
 CARD_FILES = (CARD_NAME, "privacy_card.md", "privacy_card.html", SIGNATURE_NAME)
 
 ArtifactType = Literal["weights", "dataset", "index", "histogram"]
@@ -35,7 +35,7 @@ ArtifactType = Literal["weights", "dataset", "index", "histogram"]
 def subject_of(
     artifact_type: ArtifactType, name: str, files: Iterable[str | Path] = (), *, root: str | Path | None = None
 ) -> dict[str, Any]:
-    """Describe an artefact: kind, name, and the SHA-256 of each file, named relative to ``root``."""
+    """Describe an artefact by its type, its name, and the SHA-256 of each file, named relative to ``root``."""
     require_choice("artifact_type", artifact_type, get_args(ArtifactType))
     digests = {}
     for file in sorted(Path(file) for file in files):
@@ -71,7 +71,7 @@ def read_card(path: str | Path) -> dict[str, Any]:
     """Read a card, from its file or folder, and validate its claim.
 
     Raises:
-        DataError: It is missing, no card of this schema, was edited after it was made, or claims a
+        DataError: It is missing, not a card of this schema, was edited after it was made, or claims a
             guarantee without a finite epsilon, a delta, a unit and neighbours.
     """
     path = card_path(path)
@@ -116,7 +116,7 @@ def malformed(card: Any) -> str | None:
             return f"it carries an epsilon although its guarantee is {claim['guarantee']!r}."
         if not isinstance(ledger["records"], int) or not isinstance(ledger["head"], str):
             return "its ledger block is malformed."
-        # By type: 0 equals False wherever cards are compared, and would take the banner off the page.
+        # By type: 0 equals False wherever cards are compared, and would remove the banner from the page.
         if any(type(one["holds"]) is not bool and one["holds"] != "unverified" for one in card["assumptions"]):
             return "whether one of its assumptions holds is neither a truth value nor 'unverified'."
         for name in ("sha256", "name"):
@@ -147,7 +147,7 @@ def card_path(path: str | Path) -> Path:
 
 
 def check_dataset_card(path: Path | None) -> None:
-    """Refuse data that its privacy card does not describe, file by file."""
+    """Refuse data that do not match their privacy card, file by file."""
     if path is None:
         raise DataError(
             "privacy=synthetic trains on data that carries a privacy card, and this folder has none.", trap="T27"
@@ -170,10 +170,10 @@ def check_dataset_card(path: Path | None) -> None:
 
 
 def card_of_data(data: Any, split: str = "train") -> Path | None:
-    """Return the privacy card of a split's queries: the DataModule's own, or one beside its files.
+    """Return the privacy card of a split's queries: the DataModule's own, or one next to its files.
 
-    A card beside a corpus that was given on its own is not theirs, nor is that of a synthetic set the card of the real
-    queries that its ``evaluation`` brings.
+    A card next to a separately given corpus is not the card of the queries. Nor is the card of a synthetic set that of
+    the real queries in its ``evaluation``.
     """
     if split != "train" and (other := getattr(data, "evaluation", None)) is not None:
         return card_of_data(other, split)
@@ -191,7 +191,7 @@ def card_of_data(data: Any, split: str = "train") -> Path | None:
 
 
 def refuse_another_claim(data: Any, what: str = "a card of this run would state another one alone") -> None:
-    """Refuse data whose queries have a privacy card, for a new claim; ``what`` would come of it."""
+    """Refuse data whose queries have a privacy card, for a new claim; ``what`` completes the message."""
     if (path := card_of_data(data)) is not None:
         raise ConfigurationError(
             f"These data carry a privacy card ({path}): they were derived from private ones under their own epsilon, "
@@ -202,12 +202,12 @@ def refuse_another_claim(data: Any, what: str = "a card of this run would state 
 
 
 def card_beside(given: str | Path) -> Path | None:
-    """Return the privacy card of a data set in this folder, or beside this file of one."""
+    """Return the privacy card of the data set in this folder, or next to this file."""
     place = Path(given).expanduser()
     near = place if place.is_dir() else place.parent
     for folder in (near, near.parent) if near.name in ("qrels", "pairs") else (near,):
         card = folder / CARD_NAME
-        # A run's own card, of weights, may lie beside a log; it says nothing of the log.
+        # A run's own card, of weights, may be next to a log; it says nothing about the log.
         if card.is_file() and read_card(card)["subject"]["artifact_type"] == "dataset":
             return card
     return None
@@ -231,8 +231,8 @@ def check_artefact(folder: Path, card: Mapping[str, Any]) -> None:
 def described_files(folder: Path) -> set[str]:
     """Return the files of a folder that its card has to describe, by their paths in it.
 
-    Those are all but hidden files, the ledger, the card itself, and what an export adds to be read by people: its page
-    and the cards behind its own.
+    Those are all files except hidden files, the ledger, the card itself, and what an export adds for readers: its page
+    and the cards of its ancestors.
     """
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     begins, known = ("privacy_card.", f"{PROVENANCE}/"), (LEDGER_NAME, README)
@@ -240,7 +240,7 @@ def described_files(folder: Path) -> set[str]:
 
 
 def card_names(path: Path, card: Mapping[str, Any]) -> set[str]:
-    """Return every SHA-256 that others may use for this card: its own, and those before amendments."""
+    """Return every SHA-256 that other cards may use for this one: its own, and those before amendments."""
     return {card_sha256(path), *(str(note["sha256_before"]) for note in card.get("amendments", []))}
 
 
@@ -250,7 +250,7 @@ def names_behind(path: Path, card: Mapping[str, Any]) -> set[str]:
 
 
 def card_above(folder: Path) -> Path | None:
-    """Return a card further up that lists files of ``folder``, which is then part of another artefact."""
+    """Return a card in a folder above that lists files of ``folder``, which is then part of another artefact."""
     inner = folder.resolve()
     for place in list(inner.parents)[:3]:
         for root in (place, place / "model"):

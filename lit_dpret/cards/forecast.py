@@ -1,8 +1,8 @@
 """The final cost of a plan, computed before it starts.
 
-An epsilon belongs to one law and one relation; read under another, the same noise is worth more or less, and under some
-there is no proved number at all. So a forecast puts the stated one beside what other accountants, relations and
-sampling laws would make of the same noise, and beside what an attacker could do with it.
+An epsilon belongs to one sampling law and one neighbouring relation. Under another, the same noise gives more or less,
+or no proved number at all. A forecast therefore compares the stated epsilon with what other accountants, relations and
+sampling laws would give for the same noise, and with what an attacker could do.
 """
 
 from __future__ import annotations
@@ -46,36 +46,36 @@ from lit_dpret.privacy.budget import (
 from lit_dpret.privacy.plan import PrivacyPlan
 
 OTHER_BOUND = "the loss couples units, and under this law and relation one of them moves the sum further than planned"
-"""Why the noise of a plan says nothing about a law or relation."""
+"""The reason why a plan's noise has no epsilon under another law or relation."""
 
 UNITS = (1, 2, 5, 10)
-"""How many units together the table of user levels has rows for."""
+"""The numbers of units per user in the rows of the user-level table."""
 
 LARGE_RATE = 0.5
 
-# Passes make stairs, and cost nothing to compute.
+# The curve of shuffled passes is a staircase, and costs nothing to compute.
 _CURVE_POINTS, _STAIRS = 14, 80
 
 
 def _batch(plan: PrivacyPlan) -> float:
-    """The expected batch size in units: with a coupled loss, the denominator counts something else."""
+    """Return the expected batch size in units; with a coupled loss, the denominator counts something else."""
     coupling = plan.coupling
     return plan.denominator if coupling is None else coupling.expected * coupling.sub_batches
 
 
 def _drawn_by(law: SamplingLaw, plan: PrivacyPlan, steps: int | None = None) -> list[GaussianRelease]:
-    """The planned steps, or the first ``steps`` of them, as if drawn by ``law``."""
+    """Return the planned steps, or the first ``steps`` of them, as if drawn by ``law``."""
     return [GaussianRelease(noise_multiplier=plan.noise_multiplier, law=law, count=steps or plan.steps)]
 
 
 def _laws(plan: PrivacyPlan) -> list[SamplingLaw]:
-    """The planned law, then the others with the same expected batch size."""
+    """Return the planned law, then the others with the same expected batch size."""
     law, found, n = simplest_law(plan.law), [plan.law], plan.n_public
     if isinstance(law, FullBatch) or n is None:
         return found + ([Poisson(sample_rate=law.sample_rate)] if isinstance(law, TruncatedPoisson) else [])
     rate = law.sample_rate if isinstance(law, (Poisson, TruncatedPoisson)) else _batch(plan) / n
     size = max(1, min(n, round(rate * n)))
-    # Six standard deviations above the mean: cut so seldom that it costs next to nothing.
+    # Six standard deviations above the mean: batches are cut so rarely that it costs almost nothing.
     cap = min(n, math.ceil(size + 6 * math.sqrt(size)))
     found += [
         Poisson(sample_rate=rate),
@@ -90,11 +90,10 @@ def _laws(plan: PrivacyPlan) -> list[SamplingLaw]:
 
 
 def epsilon_matrix(plan: PrivacyPlan, heartbeat: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
-    """Return epsilon of the planned noise for every law and relation, each by the tightest accountant.
+    """Return the epsilon of the planned noise for every law and relation, each by the tightest accountant.
 
-    ``replace_one`` is the library's own pair at the same noise: one unit in, another one out; ``shuffle`` claims no
-    amplification. A combination that no accountant judges, or for which a coupled loss has another sensitivity, has no
-    number, and says ``why``.
+    ``replace_one`` swaps one unit for another at the same noise; ``shuffle`` claims no amplification. A combination
+    has no number but a ``why`` if no accountant supports it, or if a coupled loss has another sensitivity under it.
     """
     rows = []
     for law in _laws(plan):
@@ -127,15 +126,15 @@ def _cell(plan: PrivacyPlan, law: SamplingLaw, relation: Neighbours) -> dict[str
 
 
 def user_levels(plan: PrivacyPlan, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Return epsilon of the planned noise for a person with 1, 2, 5 or 10 units, by law.
+    """Return the epsilon of the planned noise for a person with 1, 2, 5 or 10 units, by law.
 
-    A truncated law whose cap was chosen for one unit may promise nothing to several: a batch that was cut can give all
-    of them away. ``roomy_cap`` is then a cap that cuts so seldom that it does not matter, with a column of its own.
+    A truncated law whose cap was chosen for one unit may guarantee nothing for several, because a truncated batch can
+    reveal all of them. ``roomy_cap`` is then a cap that truncates so rarely that it does not matter, in its own column.
     """
     laws = _laws(plan)
     roomy = _roomy(plan)
     if roomy is not None:
-        # Cut so seldom, it is Poisson sampling for all that shows.
+        # Truncated so rarely, it gives almost the same numbers as Poisson sampling.
         laws = [laws[0], roomy, *(law for law in laws[1:] if not isinstance(law, Poisson))]
     columns = []
     for law in laws:
@@ -171,7 +170,7 @@ def _level(plan: PrivacyPlan, law: SamplingLaw, units: int) -> dict[str, Any]:
 
 
 def _roomy(plan: PrivacyPlan) -> TruncatedPoisson | None:
-    """The planned law with a cap that costs the largest group a thousandth of delta; None where it has one."""
+    """Return the planned law with a cap that costs the largest group a thousandth of delta; None if it has one."""
     law = simplest_law(plan.law)
     if not isinstance(law, TruncatedPoisson) or plan.budget.neighbours != "zero_out":
         return None
@@ -186,8 +185,8 @@ def _roomy(plan: PrivacyPlan) -> TruncatedPoisson | None:
 def epsilon_over_steps(plan: PrivacyPlan) -> list[dict[str, Any]]:
     """Return the growth of epsilon over the steps, for the laws and relations worth plotting.
 
-    Drawn, not stated: the distributions of sampled laws are ten times as coarse as those of the claim,
-    and pessimistic, so that a line never runs below what is spent.
+    These values are for plots only: the discretisation for sampled laws is ten times as coarse as the claim's, and
+    pessimistic, so that a line never runs below what is spent.
 
     Returns:
         ``sampling``, ``neighbours``, ``amplified`` and ``points`` of (step, epsilon).
@@ -204,7 +203,7 @@ def epsilon_over_steps(plan: PrivacyPlan) -> list[dict[str, Any]]:
 
 
 def _lines(plan: PrivacyPlan) -> Iterator[tuple[SamplingLaw, Neighbours]]:
-    """Poisson sampling and shuffled passes under the planned relation, and Poisson sampling under ``replace_one``."""
+    """Yield Poisson sampling and shuffled passes under the planned relation, and both under ``replace_one``."""
     laws = {law.kind: law for law in _laws(plan)}
     relations: Sequence[Neighbours] = tuple(dict.fromkeys((plan.budget.neighbours, "replace_one")))
     for kind in ("poisson", "shuffle", "full_batch"):
@@ -225,9 +224,9 @@ BUDGETS = (1.0, 3.0, 8.0, 16.0)
 def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
     """Return guarantee and cost of the plan as JSON values: noise, epsilon by every accounting, ceilings.
 
-    Takes some ten seconds for long runs with little noise; ``progress`` is told what is computed next.
-    `lit_dpret.tasks.plan.format_plan` makes a text of it. What cannot be computed is None and says why beside it. Of a
-    plan that is not `PrivacyPlan.proved` no epsilon is stated: it is None, and nothing that follows from it is there.
+    This takes some ten seconds for long runs with little noise; ``progress`` is called with what is computed next.
+    `lit_dpret.tasks.plan.format_plan` formats the result as text. A value that cannot be computed is None, with the
+    reason next to it. For a plan that is not `PrivacyPlan.proved`, epsilon is None, and what follows from it is absent.
     """
     facts: dict[str, Any] = {
         "plan": plan.to_dict(),
@@ -307,10 +306,10 @@ def _epochs(plan: PrivacyPlan) -> float | None:
 
 
 def _knee(plan: PrivacyPlan, doing: Callable[[str], Callable[[], None]]) -> dict[str, Any] | None:
-    """The grid of noise over batch; None where no number of units is public or declared."""
+    """Return the grid of noise over batch; None if the number of units is neither public nor declared."""
     rate, epochs, units, batch = _sample_rate(plan.law), _epochs(plan), plan.n_public, _batch(plan)
     if units is None and rate is not None and rate < 1:
-        # Both are declared constants, and so is their quotient.
+        # Both are declared constants, so their quotient is one too.
         units = max(1, round(batch / rate))
     if units is None or epochs is None:
         return None
@@ -337,7 +336,7 @@ def _ceilings(plan: PrivacyPlan) -> dict[str, Any] | None:
 
 
 def _epsilon_by(plan: PrivacyPlan) -> list[dict[str, Any]]:
-    """Epsilon of the same noise by other ways of counting, the planned one first."""
+    """Return the epsilon of the same noise under other accountings, the planned one first."""
     law, stated, counted = plan.law, plan.budget.neighbours, plan.accountant
     uncapped = _uncapped(law)
     others: list[tuple[AccountantName, Neighbours, SamplingLaw]] = [(counted, stated, law), (counted, stated, uncapped)]
@@ -359,7 +358,7 @@ def _epsilon_by(plan: PrivacyPlan) -> list[dict[str, Any]]:
 
 
 def _noise_for(eps: float, plan: PrivacyPlan, progress: Callable[[str], None]) -> dict[str, Any]:
-    """The noise that a budget asks for without a cap, at most a thousandth too large."""
+    """Return the noise that a budget needs without a cap, at most a thousandth too large."""
     progress(f"noise for epsilon {eps:g}")
     try:
         noise = calibrate_noise(

@@ -1,7 +1,7 @@
 """The header of a ``README.md`` for a model hub: known facts of a folder, including its claim.
 
-A hub filters and compares by this header, and readers believe it: a base model stands there only where a hub has it
-under that name, and the claim as the privacy card has it.
+A hub filters and compares by this header, and readers trust it. It therefore names a base model only if the hub has one
+of that name, and gives the claim exactly as on the privacy card.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lit_dpret.privacy.budget import show_delta
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-#: The hub's names of weights that come in packages.
+#: The hub's names of weights that are installed as packages.
 _PACKAGED = {"minilm": "sentence-transformers/all-MiniLM-L6-v2"}
 
 
 def front_matter(facts: Mapping[str, Any]) -> str:
-    """Return the header of a README with the known facts: neither None nor empty."""
+    """Return the header of a README with the known facts, leaving out None and empty values."""
     known = {name: value for name, value in facts.items() if value not in (None, [], {})}
     return f"---\n{yaml.safe_dump(known, sort_keys=False, allow_unicode=True, width=1000)}---\n"
 
 
 def claim_metadata(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the claim of a card as data: a number only if proved, rounded up, with all its conditions."""
+    """Return the claim of a card as data, with all its conditions; epsilon only if proved, rounded up."""
     claim = card["claim"]
     found = {"guarantee": claim["guarantee"]}
     if claim["guarantee"] == "dp":
@@ -41,13 +41,13 @@ def claim_metadata(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def base_model_of(card: Mapping[str, Any]) -> str | None:
-    """Return the hub name of the initial weights; None if the card has none."""
+    """Return the hub name of the initial weights; None if they have none."""
     name = str(card["mechanism"].get("started_from", card["pretraining"].get("model")))
     return _PACKAGED.get(name, name if _REPOSITORY.fullmatch(name) else None)
 
 
 def stated_languages(language: str | None) -> list[str]:
-    """Return the language codes of a comma-separated setting; refuse what is not a code."""
+    """Return the language codes of a comma-separated setting; refuse anything that is not a code."""
     codes = [] if language is None else [code.strip() for code in language.split(",")]
     for code in codes:
         if not _LANGUAGE.fullmatch(code):
@@ -56,7 +56,7 @@ def stated_languages(language: str | None) -> list[str]:
 
 
 def check_license(license: str | None) -> None:
-    """Refuse a licence that is not written as the hub does."""
+    """Refuse a licence that is not written the way the hub writes it."""
     if license is not None and not _LICENSE.fullmatch(license):
         raise ConfigurationError(
             f"license={license!r} is not a licence as the Hugging Face hub writes it, such as cc-by-4.0 or other."

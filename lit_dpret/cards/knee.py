@@ -1,8 +1,8 @@
 """The ratio of noise to batch size over batch sizes and epochs: the benefit of a larger batch.
 
-At a fixed epsilon a larger batch makes the ratio smaller, up to a point: amplification by Poisson sampling is at its
-best only where the noise is large. As many steps that each took every unit would need sigma_T / n, with sigma_T the
-noise of T unsampled Gaussians: the floor of the ratio. The *knee* is the smallest batch within a quarter of it.
+At a fixed epsilon a larger batch lowers the ratio, but only to a point: amplification by Poisson sampling works best
+where the noise is large. The floor of the ratio is sigma_T / n, where every one of T steps uses every unit and sigma_T
+is the noise of T unsampled Gaussians. The *knee* is the smallest batch whose ratio is within a quarter of the floor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KNEE_FACTOR = 1.25
 """The knee is the smallest batch whose ratio is at most this many times the floor."""
 
 LOOSENESS = 0.03
-"""The noise of a cell is at most this share above the least noise that meets the budget; a test holds it to that."""
+"""The noise of a cell exceeds the least noise that meets the budget by at most this share; a test checks this."""
 
 _MOST_BATCHES = 9
 _CLOSE = 0.985
@@ -39,16 +39,16 @@ def knee_table(
 ) -> dict[str, Any]:
     """Return the noise-to-batch ratio over batch sizes and passes at one budget, with the knee of each column.
 
-    By Poisson sampling and privacy loss distributions, whatever the plan's own law and accountant are. The noise of
-    every cell meets the budget and is at most `LOOSENESS` above what a calibration would find: the discretisation is
+    The table uses Poisson sampling and privacy loss distributions, whatever the plan's own law and accountant are. The
+    noise of every cell meets the budget and is at most `LOOSENESS` above a calibrated one: the discretisation is
     coarse, but pessimistic.
 
     Args:
-        n: The number of units, where public, or the constant that stands for it.
-        eps: The budget.
-        delta: Its delta.
-        neighbours: Its relation.
-        batch: The planned batch, which is one of the rows.
+        n: The number of units, if public, or a constant used in its place.
+        eps: The budget's epsilon.
+        delta: The budget's delta.
+        neighbours: The budget's neighbouring relation.
+        batch: The planned batch size, which is one of the rows.
         epochs: The planned number of passes, which is one of the columns.
         heartbeat: Called after every cell.
     """
@@ -88,14 +88,14 @@ def batch_sizes(n: int, batch: int) -> list[int]:
 
 
 def _columns(epochs: float) -> list[float]:
-    """The planned passes among fewer and more; where they are few already, among more."""
+    """Return the planned passes among fewer and more; if they are few already, only more."""
     lowest = -2 if epochs >= 10 else -1 if epochs >= 3 else 0
     factors = {-2: 0.1, -1: 1 / 3, 0: 1.0, 1: 3.0, 2: 10.0, 3: 30.0}
     return [factors[k] * epochs for k in range(lowest, lowest + 4)]
 
 
 def _aim(noises: Sequence[float]) -> float | None:
-    """What the noise of the next batch may be, from those before it; each is half of the last."""
+    """Return a first guess for the noise of the next batch, which is half as large as the last one."""
     if len(noises) < 2:
         return noises[-1] if noises else None
     return noises[-1] * max(0.5, min(1.0, noises[-1] / noises[-2]))
@@ -104,9 +104,9 @@ def _aim(noises: Sequence[float]) -> float | None:
 def _cell(
     n: int, batch: int, epochs: float, eps: float, delta: float, neighbours: Neighbours, start: float | None
 ) -> dict[str, Any]:
-    """One batch size and number of passes, with a noise that is enough for the budget.
+    """Return one cell of the table, with a noise that meets the budget.
 
-    Without noise where no whole number of steps makes about so many passes, or where there is no such noise.
+    The noise is None if no whole number of steps makes roughly that many passes, or if no noise meets the budget.
     """
     steps = max(1, round(epochs * n / batch))
     cell: dict[str, Any] = {"batch": batch, "epochs": epochs, "steps": 0}
@@ -114,7 +114,7 @@ def _cell(
     if not 0.75 < steps * batch / n / epochs < 1.34:
         return cell
     cell |= {"epochs": steps * batch / n, "steps": steps}
-    # As many releases of everything need a noise of this multiplier (Balle and Wang 2018).
+    # This many unsampled releases need noise of this multiplier (Balle and Wang 2018).
     factor = 2 if neighbours == "replace_one" else 1
     floor = float(get_sigma_gaussian(eps, delta)) * math.sqrt(steps) * factor / n
     noise = least_noise(
@@ -153,7 +153,7 @@ def least_noise(
 
 
 def _width(noise: float, rate: float, eps: float) -> float:
-    """A discretisation that is coarse beside the budget, and fine beside the loss of one step."""
+    """Return a discretisation that is coarse relative to the budget and fine relative to the loss of one step."""
     one_step = rate * math.sqrt(math.expm1(min(noise**-2, 50.0)))
     return max(FINE, min(eps / 3000, one_step / 5))
 

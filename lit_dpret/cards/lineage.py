@@ -1,7 +1,7 @@
 """Find the cards and ledgers that a card names, and compare a derived card with its parent's.
 
-A card holds hashes and no paths, so they are looked for beside the card, in the folders around it, and where the user
-says. What is found is what has the SHA-256 that was asked for; where it lay proves nothing.
+A card holds hashes but no paths, so its files are searched for next to the card, in the folders around it, and where
+the user says. A file counts as found if it has the SHA-256 that was asked for; its location proves nothing.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lit_dpret.privacy.ledger.judgement import claimed_releases, every_unit_in_e
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 
 LEVELS = 3
-"""A search starts so many folders up (the card's own is the first), and goes so deep from each."""
+"""How many folders up a search starts, counting the card's own, and how many levels down it goes from each."""
 
 _MOST_FOLDERS = 5000
 
 
 @dataclass(frozen=True)
 class FoundCard:
-    """A card on disk: its current content, and the version that was ``named``, if amended since."""
+    """A card on disk: its current content, and the version that was ``named`` if it was amended since."""
 
     path: Path
     card: dict[str, Any]
@@ -45,10 +45,10 @@ class FoundCard:
 
 
 class Lineage:
-    """The cards and ledgers near some cards, and in ``folders``, which are searched first and to any depth.
+    """The cards and ledgers near given cards, and in ``folders``, which are searched first and to any depth.
 
-    ``within`` is a folder outside of which nothing else is found. ``damaged`` are files that are not cards, or were
-    edited.
+    ``within`` limits the search near cards to one folder. ``damaged`` lists the files found that are not valid cards
+    or were edited.
     """
 
     def __init__(self, folders: Iterable[str | Path] = (), *, within: Path | None = None) -> None:
@@ -74,7 +74,7 @@ class Lineage:
         return self._within is None or place.resolve().is_relative_to(self._within)
 
     def card(self, sha256: str) -> FoundCard | None:
-        """Return the card with this SHA-256, now or before an amendment; None if it is not found."""
+        """Return the card that has or had (before an amendment) this SHA-256; None if it is not found."""
         for path in self._files(CARD_NAME):
             if (found := self._read(path).get(sha256)) is not None:
                 return found
@@ -84,21 +84,21 @@ class Lineage:
         """Return the ledger that a card names: one that contains its head, or one at a run's usual path."""
         ledger = card["ledger"]
         name = Path(str(ledger["name"])).name
-        head = f'"hash":"{ledger["head"]}"'.encode()  # of a record; a run that started there names the same head
+        head = f'"hash":"{ledger["head"]}"'.encode()  # as in a record; a run that started there also names this head
         places = (beside.parent, beside.resolve().parent.parent)
         usual = [path for folder in places if self._may_look(path := folder / name)]
-        for path in chain(usual, self._files(name)):  # which walks folders only as far as it is asked to
+        for path in chain(usual, self._files(name)):  # lazy: folders are walked only as far as needed
             try:
                 if head in path.read_bytes():
                     return path
             except OSError:
                 continue
-        if card["mechanism"].get("kind") == "post_processing":  # a ledger beside it is its own run's, not its parent's
+        if card["mechanism"].get("kind") == "post_processing":  # a ledger next to it is its own run's, not its parent's
             return None
         return next((path for path in usual if path.is_file()), None)
 
     def _read(self, path: Path) -> dict[str, FoundCard]:
-        """A card by its SHA-256, and by those that it had before it was amended; nothing if it is damaged."""
+        """Return a card by its SHA-256 and by those before its amendments; empty if the card is damaged."""
         if path not in self._cards:
             try:
                 card, *before = versions(read_card(path))
@@ -127,7 +127,7 @@ class Lineage:
 
 
 def _below(folder: Path, name: str, *, depth: int | None) -> Iterator[Path]:
-    """Files of this name, down to ``depth`` folders; hidden folders and links to folders are passed over."""
+    """Yield files of this name, down to ``depth`` levels; skip hidden folders and links to folders."""
     for visited, (place, inner, files) in enumerate(os.walk(folder)):
         if name in files:
             yield Path(place) / name
@@ -139,7 +139,7 @@ def _below(folder: Path, name: str, *, depth: int | None) -> Iterator[Path]:
 def copy_lineage(card: Path, folder: Path, near: Path | None = None) -> None:
     """Copy the files needed to verify ``card``: its ancestors' cards, and the ledger of epsilon.
 
-    They go into one numbered folder each, and are looked for around ``near``, by default the card itself.
+    Each ancestor gets a numbered folder. The search starts around ``near``, by default the card itself.
     """
     lineage = Lineage()
     for number, met in _ancestors(lineage, read_card(card), near or card):
@@ -151,10 +151,10 @@ def copy_lineage(card: Path, folder: Path, near: Path | None = None) -> None:
 
 
 def refuse_told_failures(card: Path, what: str, alone: str) -> None:
-    """Refuse to hand on a card, or an ancestor's, that says that a failure over private rows interrupted its run.
+    """Refuse to hand on a card if it, or an ancestor's, says that a failure over private rows interrupted its run.
 
-    Card and ledger tell of that failure, which no noise covers. ``what`` names the artefact, with its setting;
-    ``alone`` what may be handed on without a card.
+    Card and ledger reveal that failure, which no noise covers. ``what`` names the artefact, with its setting;
+    ``alone`` names what may be handed on without a card.
     """
     own = FoundCard(card, read_card(card))
     told = [
@@ -187,9 +187,9 @@ _TUNING = "It leaves out how the settings of its parent were chosen."
 def link_problems(
     child: Mapping[str, Any], parent: Mapping[str, Any], ancestors: Sequence[Mapping[str, Any]], ledger: Path | None
 ) -> list[str]:
-    """Return the errors of a card, given its nearest parent's and the other cards that it names.
+    """Return the errors of a card, given its nearest parent's card and the other cards that it names.
 
-    Without the parent's ``ledger``, the releases of a start are not compared.
+    Without the parent's ``ledger``, the cost of the start is not compared.
     """
     problems = []
     if list(ancestors) != parent["parents"]:
@@ -264,16 +264,17 @@ def _other_start(child: Mapping[str, Any], parent: Mapping[str, Any], ledger: Pa
 
 
 _ROUNDS = "seed*/*/silos/*/*/attempt-*"
-"""Where a run of silos in one process keeps the ledgers of their rounds, beside the encoder that it saves."""
+"""Where silos simulated in one process keep the ledgers of their rounds, next to the encoder that the run saves."""
 
 
 def training_behind(folder: Path, data: Any) -> tuple[str, str] | None:
-    """Return name and unit of a private training behind an artefact whose data set this is; None if none is recognised.
+    """Return name and unit of the private training on ``data`` behind an artefact; None if none is recognised.
 
-    It is recognised where the ledger of the training lies with the artefact or beside it, or near it and is the one
-    that the artefact's card names, also through other cards, or is that of a silo whose federation saved the artefact;
-    where the secret that keys its fingerprint of the data is in the default place, and ``data``, a datamodule after its
-    set-up, groups its rows as it did then.
+    The training is recognised only if all of these hold:
+        - Its ledger is in the artefact's folder or next to it, is named by the artefact's card (directly or through
+          other cards) and near it, or belongs to a silo whose federation saved the artefact.
+        - The secret that keys its fingerprint of the data is in the default place.
+        - ``data``, a datamodule after its set-up, groups its rows as it did then.
     """
     if not hasattr(data, "data_fingerprint"):
         return None
@@ -288,7 +289,7 @@ def training_behind(folder: Path, data: Any) -> tuple[str, str] | None:
 
 
 def _named_by_cards(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield the ledgers that the cards in ``folders`` name: of a derived artefact, the one that its claim is about."""
+    """Yield the ledgers that the cards in ``folders`` name; for a derived artefact, the ledger of its claim."""
     for card in (folder / CARD_NAME for folder in folders):
         if card.is_file() and (facts := read_card(card))["ledger"]:
             lineage = Lineage()
@@ -300,12 +301,12 @@ def _named_by_cards(folders: Iterable[Path]) -> Iterator[Path]:
 def _records(path: Path) -> Sequence[Mapping[str, Any]]:
     try:
         return PrivacyLedger.read(path).records if path.is_file() else []
-    except LedgerError:  # it may be another run's, and is nobody's claim here
+    except LedgerError:  # it may be another run's, and no claim rests on it here
         return []
 
 
 def _is_data_of(plan: Mapping[str, Any], data: Any) -> bool:
-    # Here, since it needs torch, and verification reads this file.
+    # Imported here because it needs torch, and verification imports this file.
     from lit_dpret.privacy.noise import KeyedStream, default_secret_file, load_secret, published_secret
 
     place, seed = default_secret_file(), plan.get("noise_seed")
@@ -313,7 +314,7 @@ def _is_data_of(plan: Mapping[str, Any], data: Any) -> bool:
         return False
     try:
         secret = load_secret(None) if seed is None else published_secret(int(seed))
-    except ConfigurationError:  # no secret that a run would take either
+    except ConfigurationError:  # a run would not accept this secret either
         return False
     stream = KeyedStream(secret, str(plan["run_id"]), secure_rng=bool(plan.get("secure_rng")))
     if stream.tag("secret") != plan.get("secret_tag"):

@@ -1,8 +1,8 @@
 """Facts of a card besides its claim: software, hardware, randomness, start of training, registered protocols.
 
-A model that has seen a query before private training reveals it whatever the noise was, so a card names the weights
-that training started from, and how much of public text stood in their pre-training corpus. An audit protocol is
-registered by its hash before the first release: an attack chosen after its results are known proves nothing.
+A model that saw a query before private training can reveal it whatever the noise was. A card therefore names the
+weights that training started from, and how much of public text was in their pre-training corpus. An audit protocol
+is registered by its hash before the first release: an attack chosen after its results are known proves nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 CHANGED = "+changes"
-"""Suffix of the commit of a checkout whose files differ from it."""
+"""Suffix of the code commit when files of the checkout differ from it."""
 
 _PACKAGES = ("torch", "lightning", "transformers", "dp-accounting", "opacus", "numpy")
 
@@ -53,14 +53,14 @@ def package_versions() -> dict[str, str]:
 
 
 def environment_facts(*, device: torch.device | str | None = None, precision: str | None = None) -> dict[str, Any]:
-    """Return the card's facts about the machine: kinds, no names of hosts or users; None if unknown."""
+    """Return the card's facts about the machine, without names of hosts or users; None if unknown."""
     return {"code_commit": code_commit(), "hardware": None if device is None else _hardware(str(device)),
             "precision": precision}  # fmt: skip
 
 
 @cache
 def code_commit() -> str | None:
-    """Return the commit of this package's own checkout, ``+changes`` where files differ; None if it is installed."""
+    """Return the commit of this package's checkout, with ``+changes`` if files differ; None if it is installed."""
     package = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str | None:
@@ -85,7 +85,7 @@ def code_commit() -> str | None:
 def _hardware(device: str) -> str:
     kind = device.partition(":")[0]
     if kind == "cuda":
-        import torch  # who reads a card of another machine needs none
+        import torch  # imported late: reading a card of another machine does not need it
 
         return torch.cuda.get_device_name(device) if torch.cuda.is_available() else kind
     return f"{kind} ({platform.machine()})" if kind == "cpu" else kind
@@ -101,10 +101,10 @@ def text_hashes(texts: Iterable[str]) -> list[str]:
 
 
 def overlap_facts(file: str | Path) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the block ``pretraining.overlap_check`` from the ``pretraining_overlap.json`` of the task.
+    """Return the block ``pretraining.overlap_check`` from the task's ``pretraining_overlap.json``, and text hashes.
 
-    Of private queries the share is itself a number computed from them, so a card takes it of public texts alone; the
-    hashes of those that were declared public are returned with it.
+    The share for private queries is itself a number computed from them, so a card accepts only shares for public or
+    synthetic texts. The hashes are those of the texts that were checked.
     """
     path = Path(file).expanduser()
     try:
@@ -124,13 +124,13 @@ def overlap_facts(file: str | Path) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 PROTOCOL_EVENT = "audit_protocols"
-"""The event that registers protocols; it counts before the first announced step only."""
+"""The event that registers protocols; it counts only before the first announced step."""
 
 _KNOB = "callbacks.card.audit_protocols"
 
 
 def protocol_facts(files: Iterable[str | Path], *, knob: str = _KNOB) -> list[dict[str, str]]:
-    """Return name and SHA-256 of each protocol; ``knob`` is the setting named in a refusal."""
+    """Return name and SHA-256 of each protocol; ``knob`` is the setting that error messages name."""
     facts = []
     for file in map(Path, files):
         try:
@@ -149,7 +149,7 @@ def note_protocols(ledger: PrivacyLedger, files: Sequence[str | Path]) -> None:
 
 
 def new_protocols(records: Sequence[Mapping[str, Any]], files: Sequence[str | Path]) -> list[dict[str, str]]:
-    """Return the facts of the protocols that a ledger does not know yet; refuse them after its first step."""
+    """Return the facts of the protocols that are not yet in a ledger; refuse new ones after its first step."""
     known = {one["sha256"] for one in registered(records)}
     new = [one for one in protocol_facts(files) if one["sha256"] not in known]
     if new and any(record["kind"] == "intent" for record in records):
@@ -172,7 +172,7 @@ def registered(records: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
     return found
 
 
-#: What models of these names had read before, where that is known.
+#: What models of these names were pre-trained on, where that is known.
 _READ = {
     "smollm2": " It had read text from the web, code and textbooks; public collections of questions, such as "
     "InsuranceQA, may be among them, and the claim does not cover what it knew before."
@@ -182,13 +182,13 @@ _RANDOM_START = f"Training on the private data started from {RANDOM_WEIGHTS}, as
 
 
 def start_parents(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the cards of the model before this run, the nearest first: names and SHA-256."""
+    """Return the names and SHA-256 of the cards of the models that this run started from, nearest first."""
     start = recorded_start(records)
     return [] if start is None else list(start["parents"])
 
 
 def declared_start(model: str | None, what: str = "training on the private data") -> Assumption:
-    """State the trusted declaration about weights of unknown origin that ``what`` started from."""
+    """State the declaration, taken on trust, about weights of unknown origin that ``what`` started from."""
     if model == RANDOM_WEIGHTS:
         text = (
             f"{what[0].upper()}{what[1:]} started from {RANDOM_WEIGHTS}, as declared. No private data went into them, "
@@ -208,7 +208,7 @@ def _named(model: str | None) -> str:
 
 
 def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = None) -> list[Assumption]:
-    """List the trusted assumptions about the start; ``model`` names weights without a card."""
+    """List the assumptions about the start that are taken on trust; ``model`` names weights without a card."""
     start = recorded_start(records)
     if start is None:
         if _is_of(records, EVOLUTION):
@@ -240,14 +240,14 @@ _OF = re.compile(r"Of [^:]+: ")
 
 
 def plain_assumption(text: str) -> str:
-    """Return the text of an assumption without the name of the artefact that `assumption_of` put before it."""
+    """Return the text of an assumption without the artefact name that `assumption_of` put before it."""
     return _OF.sub("", text, count=1) if _OF.match(text) else text
 
 
 def assumption_of(name: str, stated: Mapping[str, Any]) -> Assumption:
-    """Return an assumption on another card, called ``name``, behind a claim that is composed with that card's.
+    """Return an assumption from another card, called ``name``, for a claim that is composed with that card's.
 
-    One that does not hold is counted in the releases of that card.
+    If the assumption does not hold, the releases of that card already account for it.
     """
     text = stated["text"] if _OF.match(stated["text"]) else f"Of {name}: {stated['text']}"
     consequence: Consequence = "weights_alone" if stated["consequence"] == "weights_alone" else "charged"
@@ -255,18 +255,18 @@ def assumption_of(name: str, stated: Mapping[str, Any]) -> Assumption:
 
 
 def gaps_of_start(records: Sequence[Mapping[str, Any]], own: Collection[str]) -> list[str]:
-    """Return what the card of the start does not cover, besides what a composed card says by itself (``own``)."""
+    """Return the gaps of the start's card that a composed card does not already state (``own``)."""
     start = recorded_start(records) or {}
     left_out = [text for text in start.get("not_covered", ()) if text not in own]
     return [text if text.startswith("Of ") else f"Of {start['name']}, alone: {text}" for text in left_out]
 
 
 def randomness_facts(judged: Judged) -> dict[str, Any]:
-    """Read the noise generation from the ledger: generator, published seed, floating point."""
+    """Read from the ledger how noise was generated: generator, published seed, floating point."""
     plan, last = judged.plan, plan_of(judged.records)[1]
     secure, start = bool(last.get("secure_rng", False)), recorded_start(judged.records)
     own = "ChaCha20" if secure else "Philox (NumPy), keyed; not cryptographic"
-    # The claim covers the start's noise as well.
+    # The claim also covers the noise of the start.
     before = {} if start is None or start["public"] else start.get("randomness", {"rng": "unstated", "secure": False})
     rounded = bool(before) and bool(before.get("floating_point", True))
     return {
@@ -295,7 +295,7 @@ def start_accounting(judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
 
 
 def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None = None) -> dict[str, str]:
-    """State where training started, and the parts of the claim; ``accounted`` has `start_accounting`."""
+    """State where training started, and the parts of the claim; ``accounted`` contains `start_accounting`."""
     records = judged.records
     start = recorded_start(records)
     if start is None:

@@ -1,6 +1,6 @@
-"""Card entries that are recomputed from its ledger: what ran, its cost, and the end of the chain.
+"""Card entries that are recomputed from the ledger: what ran, its cost, and the end of the chain.
 
-Whoever makes a card and whoever checks one compute these facts by the same functions, which read no configuration.
+Making a card and checking one use these same functions, which read no configuration.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from lit_dpret.privacy.plan import PrivacyPlan
 
 Record = Mapping[str, Any]
 
-# Distinct releases beyond this number are composed, but not priced one by one.
+# If there are more distinct releases than this, they are composed but not priced one by one.
 PRICED_ALONE = 6
 
 
 def registered_facts(records: Sequence[Record]) -> dict[str, Any]:
-    """Return what was registered before the first step: audit protocols, and planted canaries."""
+    """Return what was registered before the first step: audit protocols and planted canaries."""
     planted = next((r.get("planted") for r in reversed(records) if r.get("kind") == "plan"), None)
     return {"pre_registered": registered(records), **({"planted": dict(planted)} if planted else {})}
 
@@ -42,8 +42,8 @@ def registered_facts(records: Sequence[Record]) -> dict[str, Any]:
 def decided_blocks(judged: Judged, model: str | None, accounted: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the blocks of a card besides its claim, without entries that a ledger does not contain.
 
-    ``model`` is what training started from, where that has no card; ``accounted`` an accounting block whose numbers the
-    words shall name, by default the one returned.
+    ``model`` names the weights that training started from, if they have no card. ``accounted`` is the accounting block
+    whose numbers the sentences quote, by default the one returned.
     """
     accounting: dict[str, Any] | None = None
     if judged.plan is not None:
@@ -67,7 +67,7 @@ def decided_blocks(judged: Judged, model: str | None, accounted: Mapping[str, An
 
 
 def mechanism_facts(judged: Judged) -> dict[str, Any]:
-    """Return the mechanism of the steps, from their records; a range where they differ."""
+    """Return the mechanism of the steps, from their records; values that differ become a range."""
     records, plan = judged.records, judged.plan
     stated = [record for record in records if record.get("kind") == "release"]
     last = plan_of(records)[1]
@@ -189,7 +189,7 @@ def _replace_one_epsilon(releases: Sequence[Release], plan: PrivacyPlan) -> floa
 
 
 def _rounding(accountant: AccountantName) -> dict[str, Any]:
-    """How exact the number is: in each case it is an upper bound."""
+    """Return how exact epsilon is: an upper bound in each case."""
     errors = {
         "pld": f"privacy losses are rounded up to multiples of {FINE:g}: never below the exact value",
         "rdp": "the least bound over the orders of Renyi divergence: never below the exact value",
@@ -201,7 +201,7 @@ def _rounding(accountant: AccountantName) -> dict[str, Any]:
 def ceilings_of(judged: Judged, **settings: Any) -> dict[str, Any] | None:
     """Return the ceilings of attacks on one unit, from the accountant's curve; None without a guarantee.
 
-    ``settings`` go to `attack_ceilings`.
+    ``settings`` are passed to `attack_ceilings`.
     """
     if (plan := judged.claimed_plan) is None:
         return None
@@ -222,7 +222,7 @@ def describe_release(release: Release) -> str:
 
 
 def span(values: Iterable[float | None]) -> float | dict[str, float] | None:
-    """Return the common value of all, or the minimum and maximum; None without values."""
+    """Return the value if all are equal, otherwise the minimum and maximum; None without values."""
     known = sorted({value for value in values if value is not None})
     if not known:
         return None

@@ -1,8 +1,8 @@
 """Card signatures: the only protection against a chain that was rewritten completely.
 
-Whoever can write files, ledger and parents can make all of them anew, and they will agree. They cannot make the
-signature of somebody else's key. It is detached (``privacy_card.sig``), by Ed25519 (RFC 8032), over the canonical JSON
-of the card.
+An attacker who can write files, ledger and parents can recreate all of them consistently, but cannot forge a signature
+of another person's key. The signature is detached (``privacy_card.sig``) and uses Ed25519 (RFC 8032) over the canonical
+JSON of the card.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ SCHEMA = "lit-dpret/privacy-card-signature/1"
 
 @dataclass(frozen=True)
 class Signed:
-    """A signature that matches a card: the fingerprint of its key, and the number of uncovered amendments."""
+    """A signature that matches a card: its key's fingerprint, and the number of amendments that it does not cover."""
 
     key: str
     later: int
 
 
 def sign_card(path: str | Path, key_file: str | Path) -> list[Path]:
-    """Sign a card and its copies in the run folder and beside the model; return the signatures.
+    """Sign a card and its identical copies in the run folder and the model folder; return the signature files.
 
-    ``key_file`` holds a private Ed25519 key in PEM, as ``openssl genpkey -algorithm ed25519`` writes it; readable by
-    its owner alone, and not in the folder of the card.
+    ``key_file`` holds a private Ed25519 key in PEM, as ``openssl genpkey -algorithm ed25519`` writes it. Only its owner
+    may be able to read it, and it must not be in the folder of the card.
     """
     path = card_path(path)
     card, name = read_card(path), card_sha256(path)
@@ -74,7 +74,7 @@ def check_signature(card: Mapping[str, Any], path: Path) -> Signed:
 
 
 def public_key_fingerprint(path: str | Path) -> str:
-    """Return the SHA-256 of the key in a PEM file with an Ed25519 public key."""
+    """Return the SHA-256 of the Ed25519 public key in a PEM file."""
     return _fingerprint(_key(Path(path).expanduser(), "task.public_key", private=False).public_bytes_raw())
 
 
@@ -88,7 +88,7 @@ def _private_key(path: Path, *, published: Path) -> Any:
 
 
 def _key(path: Path, knob: str, *, private: bool) -> Any:
-    """An Ed25519 key from a PEM file, or a refusal that names the setting."""
+    """Return the Ed25519 key in a PEM file; refuse any other content with the setting's name."""
     ed25519, serialization, exceptions = _library()
     try:
         data = path.read_bytes()
@@ -122,7 +122,7 @@ def _library() -> Any:
 
 
 def _message(card: Mapping[str, Any]) -> bytes:
-    """Return the signed bytes; the schema keeps the signature from being one of anything else."""
+    """Return the bytes to sign; the schema keeps the signature from being valid for anything else."""
     return f"{SCHEMA}\n{canonical_json(card)}".encode()
 
 

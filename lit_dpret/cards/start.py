@@ -1,8 +1,8 @@
 """Starting from another run's model: its cost is included in the new run's ledger and card.
 
-A run that starts there (``init_from=RUN``) writes the earlier run's releases into its own ledger before its first step,
-and its card claims the composition of both. Nobody can show that two data sets share no person, so the two are always
-composed. The earlier card must agree with its ledger and with the model's files, or nothing starts.
+A run with ``init_from=RUN`` writes the earlier run's releases into its own ledger before its first step, and its card
+claims the composition of both. That two data sets share no person cannot be shown, so the two are always composed. The
+run does not start unless the earlier card agrees with its ledger and with the model's files.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ class Start:
     """Facts about the run that the weights are loaded from."""
 
     folder: Path  # of the earlier run
-    # What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``, ``releases``, ``parents``,
-    # ``runs`` (the ledgers of the releases, by their identities), ``tuning`` (how its settings were chosen), and
-    # ``head`` (the last record of a step in its own ledger), ``mode`` (where it trained nothing), ``unit``, ``unit_by``
-    # (what rows made one), ``neighbours``, ``duplicates``, ``epsilon``, ``delta``, ``n_public`` (of the largest data
-    # set in its chain whose size is public) and ``units`` (the releases of each run of its chain, with its
-    # ``max_units_per_user``) where there are any; ``synthetic`` where it was trained on data that private runs made.
+    # The content of the ledger's event: ``name``, ``card_sha256``, ``public``, ``guarantee``, ``releases``,
+    # ``parents``, ``runs`` (the identities of the releases' ledgers) and ``tuning`` (how its settings were chosen). If
+    # known also ``head`` (the last record of a step in its own ledger), ``mode`` (if it trained nothing), ``unit``,
+    # ``unit_by`` (the rows that form one unit), ``neighbours``, ``duplicates``, ``epsilon``, ``delta``, ``n_public``
+    # (of the largest data set in its chain whose size is public) and ``units`` (the releases of each run of its chain,
+    # with its ``max_units_per_user``); ``derived`` if its card inherited the claim of another one.
     facts: Mapping[str, Any]
     knob: str = "init_from"  # the setting that named it, for messages
-    ledger: Path | None = None  # of its releases; None where there are none
+    ledger: Path | None = None  # of its releases; None if there are none
 
     def releases(self) -> list[Release]:
-        """Return the releases of the start; none for a public one."""
+        """Return the releases of the start; empty for a public one."""
         return [release_from_dict(release) for release in self.facts["releases"]]
 
     def earlier(self) -> tuple[EarlierRun, ...]:
-        """The run of the start and its cost; empty for a public start."""
+        """Return the run of the start and its cost; empty for a public start."""
         return EarlierRun.of_start(self.facts)
 
     def uncounted(self, dataset: DatasetLedger | None) -> tuple[EarlierRun, ...]:
@@ -116,9 +116,9 @@ class Start:
                 accounting.check_supported(release.law, mode.accountant, mode.neighbours)
 
     def check_plan(self, plan: PrivacyPlan) -> None:
-        """Refuse a plan whose claim would have another unit than the start, or another delta.
+        """Refuse a plan whose claim would have another unit than the start, or a larger delta.
 
-        Its delta is above that of the start only under a mode that makes its plans by itself.
+        Its delta can exceed that of the start only under a mode that makes its own plans.
         """
         if (theirs := self.facts.get("duplicates")) is not None:
             budget, where = plan.budget, f"{self.knob}={self.folder} was trained under"
@@ -137,8 +137,8 @@ class Start:
 def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
     """Record the start of a run in its ledger once, before its first step.
 
-    On resume it must be the same start; only its folder, further evidence on its card, and a card made again may
-    differ.
+    On resume the start must be the same; only its folder, further evidence on its card, and a card that was rewritten
+    may differ.
     """
     before = recorded_start(ledger.records)
     now = None if start is None else dict(start.facts)
@@ -155,7 +155,7 @@ def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
 
 
 def _lasting(facts: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return what never changes of a start; the ledgers of the runs behind it identify it, where there are any."""
+    """Return the facts of a start that never change; if there are ledgers behind it, they identify it."""
     if facts is None or not facts["runs"]:
         return facts
     of_card = ("name", "head", "card_sha256", "parents", "assumptions", "not_covered")
@@ -169,7 +169,7 @@ def model_folder(run: str | Path) -> Path:
 
 
 def places_of(model: str | Path) -> list[Path]:
-    """Return the places of the files that document a model's training.
+    """Return the places where files that document a model's training may be.
 
     They are its folder, the ``model/`` in it, and the ``model/`` that it is or is a part of, with the run around that.
     """
@@ -182,17 +182,17 @@ def places_of(model: str | Path) -> list[Path]:
 
 
 def ledgers_of(model: str | Path) -> list[Path]:
-    """Return the ledgers of runs in these places."""
+    """Return the run ledgers in these places."""
     return [ledger for place in places_of(model) if (ledger := place / LEDGER_NAME).is_file()]
 
 
 def traces_of_training(model: str | Path) -> Iterator[tuple[Path, str]]:
     """Yield each file that shows a model's training run, with its mode or the guarantee on its card.
 
-    Asked are cards, ledgers and the notes of `save_model`, in and around the folder (`places_of`), and the card above
-    that lists its files. Either of them survives where another one was lost.
+    The search covers cards, ledgers and the notes of `save_model`, in and around the folder (`places_of`), and a card
+    further up that lists its files. Each may survive where another was lost.
     """
-    from lit_dpret.privacy.ledger.trained import NOTE_NAME, noted_in  # it needs torch, and verification reads this file
+    from lit_dpret.privacy.ledger.trained import NOTE_NAME, noted_in  # it needs torch, and verification imports this
 
     folder = Path(model).expanduser()
     for place in places_of(folder):
@@ -212,13 +212,13 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     """Read the start for ``init_from=run``; ``knob`` is the setting that named it.
 
     Guarantees:
-        - A private start is taken only if its card agrees with its ledger, file for file and number for number.
+        - A private start is accepted only if its card agrees with its ledger, file for file and number for number.
         - A start whose card an audit contradicts has no guarantee to pass on.
         - A start that was trained on synthetic data, or exported, costs what the private runs behind it cost. Their
-          cards and ledgers have to lie near it, or in its export, and to verify with its own.
-        - Without a card, only a declaration (``public``) makes a start public; a card, note or ledger that tells of a
-          training under any mode but ``privacy=none`` cannot be declared away. Whether the data of ``privacy=none``
-          were public is the declaration.
+          cards and ledgers must be near it, or in its export, and verify together with its own.
+        - Without a card, only a declaration (``public``) makes a start public. The declaration is refused if a card,
+          note or ledger shows training under any mode but ``privacy=none``. For ``privacy=none``, the declaration
+          alone decides whether the data were public.
     """
     folder = Path(run).expanduser()
     if not folder.is_dir():
@@ -231,7 +231,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
                              "releases": [], "parents": [], "runs": []}  # fmt: skip
     if public:
         _refuse_what_was_private(folder, knob, run)
-        # This program may have trained a model that is declared public.
+        # The model that is declared public may have been trained by this program.
         if (ledger := folder / LEDGER_NAME).is_file():
             facts["runs"] = [ledger_identity(PrivacyLedger.read(ledger).records)]
     if not (folder / CARD_NAME).is_file() and (model_folder(folder) / CARD_NAME).is_file():  # of an export
@@ -278,14 +278,14 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     if charges_every_unit(card):
         releases = every_unit_in_every_step(releases)
     facts |= {"mode": EVOLUTION} if votes else {}
-    # The last record of a step tells two copies of a ledger apart if either made one more; a finished run that is
-    # resumed at its end releases nothing, and keeps it.
+    # The last record of a step distinguishes two copies of a ledger if either made one more step. Resuming a finished
+    # run releases nothing, and keeps that record.
     noised = [str(record["hash"]) for record in records if record["kind"] in NOISE_KINDS]
     facts["head"] = noised[-1] if noised else card["ledger"]["head"]
     facts["runs"] = [ledger_identity(records), *(recorded_start(records) or {}).get("runs", [])]
     if derived:
         facts["derived"] = True
-        facts["runs"] += [f"claim {card['ledger']['head']}"]  # which weights trained on these data are noted with
+        facts["runs"] += [f"claim {card['ledger']['head']}"]  # as noted with weights that were trained on these data
         if (own := folder / LEDGER_NAME).is_file():
             facts["runs"] += [ledger_identity(PrivacyLedger.read(own).records)]
     facts["releases"] = [replace(release, label="earlier run").to_dict() for release in releases]
@@ -296,13 +296,13 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         facts |= {key: claim[key] for key in ("unit", "neighbours", "duplicates", "epsilon", "delta")}
         plan, _ = plan_of(records)
         facts |= {} if plan is None or plan.budget.unit_by is None else {"unit_by": plan.budget.unit_by}
-        # What the composed claim rests on as well, and does not cover.
+        # What else the composed claim rests on, and what it does not cover.
         facts["randomness"] = dict(card["randomness"])
         facts["assumptions"] = [one for one in card["assumptions"] if one["holds"] is not True]
         facts["not_covered"] = card["not_covered"]
         planted = card["empirical"].get("planted") or (recorded_start(records) or {}).get("planted")
         facts |= {} if planted is None else {"planted": planted}
-        # Of a start that was trained on synthetic data, the plan is that of the run behind them.
+        # For a start that was trained on synthetic data, the plan is that of the run that made the data.
         behind = None if plan is None else plan.n_public
         sizes = (card["mechanism"].get("n_public"), behind, (recorded_start(records) or {}).get("n_public"))
         facts["n_public"] = max((size for size in sizes if size is not None), default=None)
@@ -316,7 +316,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
 
 
 def _ledger_behind(card: Mapping[str, Any], folder: Path, given: str) -> Path:
-    """Return the ledger of a derived card's claim; refuse one that does not verify with all cards before it."""
+    """Return the ledger of a derived card's claim; refuse a card that does not verify with all cards before it."""
     if failed := verify_chain(folder).failed:
         raise DataError(
             f"{given} was made from what a private run made, and does not verify with the runs before it: "

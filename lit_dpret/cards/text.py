@@ -1,7 +1,7 @@
 """The text of a privacy card: the statement, the Markdown and the page.
 
-The texts are made from the card's own fields and nothing else. Numbers of the claim are rounded up. What audits found
-stands beside the claim, never in it.
+The texts are made only from the card's own fields. Numbers of the claim are rounded up. Audit findings are shown next
+to the claim, never in it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from lit_dpret.cards.blocks import (
 from lit_dpret.privacy.budget import show_delta, show_epsilon
 
 AUDIT_EVENT = "one_run_audit"
-"""The record by which a run's ledger registers its audit before the first release."""
+"""The ledger event by which a run registers its audit before the first release."""
 
 BOUND = "lower bound on epsilon"
-"""The metric of a result whose estimate is such a bound, and whose ceiling is the epsilon of the accounting."""
+"""The metric of a result whose estimate is a lower bound, and whose ceiling is the epsilon of the accounting."""
 ALARM = 1 - 1e-4
-"""The confidence with which a result has to contradict a claim for anybody to be told so."""
+"""The confidence at which a result is reported as contradicting a claim."""
 
 
 def audit_sections(card: Mapping[str, Any]) -> list[Section]:
@@ -75,7 +75,7 @@ def contradicted(card: Mapping[str, Any]) -> bool:
 
 
 def audit_problems(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return objections of audits to a card: a contradiction, or a missing result announced in its ledger."""
+    """Return audits' objections to a card: a contradiction, or a missing result that its ledger announced."""
     if contradicted(card):
         return [attacks_sentence(card)]
     events = [record for record in records if record["kind"] == "event" and record.get("name") == AUDIT_EVENT]
@@ -104,7 +104,7 @@ def attacks_sentence(card: Mapping[str, Any]) -> str:
 
 
 def result_texts(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Return each entry of ``empirical.results`` as a line."""
+    """Yield each entry of ``empirical.results`` as a line."""
     for one in results:
         parts = [f"{one['attack']} (n = {one['n']}, {one['copies']} cop{'y' if one['copies'] == 1 else 'ies'} each)"]
         if one["estimate"] is not None:
@@ -166,13 +166,13 @@ def privacy_line(card: Card) -> str:
 
 
 def _unit(claim: Mapping[str, Any]) -> str | None:
-    """Return what the card calls the unit: a record by the name that the owner of the data gave it."""
+    """Return the card's name for the unit: for a record, the data owner's own name."""
     found: str | None = claim.get("unit_name", claim["unit"])
     return found
 
 
 def _terms(claim: Mapping[str, Any], delta: str = "delta") -> list[tuple[str, str]]:
-    """List what an epsilon means nothing without, as far as the claim has it."""
+    """List the terms without which an epsilon means nothing, as far as the claim has them."""
     first = [] if claim["delta"] is None else [(delta, show_delta(claim["delta"]))]
     terms = {"unit": _unit(claim), "neighbours": claim["neighbours"]}
     return first + [(name, str(term)) for name, term in terms.items() if term is not None]
@@ -205,9 +205,9 @@ def statement(card: Card) -> str:
 
 
 def without_repetition(tuning: str) -> str:
-    """Return what is said of several artefacts' tuning ("... Of NAME: ...") with no sentence twice.
+    """Return the text on several artefacts' tuning ("... Of NAME: ...") without repeating a sentence.
 
-    Artefacts of which the same is said as of the first one are named at the end.
+    Artefacts with the same text as the first one are named at the end.
     """
     first, *parts = re.split(r" (?=Of [^:]+: )", tuning)
     of_first, same, kept = _sentences(first), list[str](), [first]
@@ -338,7 +338,7 @@ def _claim_sentence(card: Card) -> str:
 
 
 def _user_sentence(claim: Mapping[str, Any]) -> list[str]:
-    """State the promise to somebody with several units, where a bound on their number was declared."""
+    """State the guarantee for a user with several units, if a bound on their number was declared."""
     most = claim.get("max_units_per_user")
     if most is None:
         return []
@@ -366,7 +366,7 @@ def _factor(epsilon: float) -> str:
 
 
 def claim_blocks(card: Card) -> list[Block]:
-    """Return the blocks with the number and its conditions, below the card's warnings."""
+    """Return the blocks with the number and its conditions, and the card's banners and cautions."""
     claim = card["claim"]
     number = ClaimBox(printed_epsilon(card), _terms(claim, "delta (δ)"), guaranteed=claim["guarantee"] == "dp")
     return [
@@ -403,7 +403,7 @@ def _sections(card: Card) -> list[Section]:
     if claim["unprotected_quantities"]:
         sections.append(Section("Taken as public", [Bullets(claim["unprotected_quantities"])]))
     sections.append(Section("Not covered", [Bullets(not_covered(card))]))
-    if card["assumptions"]:  # those of its parents among them, of which some are the same
+    if card["assumptions"]:  # they include those of its parents, some of which are the same
         checks = dict.fromkeys((a["holds"], a["text"]) for a in card["assumptions"])
         sections.append(Section("Assumptions", [Checks(list(checks))]))
     sections.append(Section("What was done", [Facts(_mechanism_rows(card["mechanism"]))]))
@@ -500,7 +500,7 @@ def _group(group: Mapping[str, Any]) -> str:
 
 
 def total_of_runs(total: Mapping[str, Any]) -> str:
-    """Return what all runs that name one data-set ledger cost together, in words."""
+    """Describe the joint cost of all runs that name one data-set ledger."""
     running = f", {total['running']} of them still running or interrupted" if total["running"] else ""
     return (
         f"epsilon = {show_epsilon(total['epsilon'])} at delta = {show_delta(total['delta'])} when this run ended, of a "
@@ -528,7 +528,7 @@ def _ceiling_blocks(ceilings: Mapping[str, Any]) -> list[Block]:
 
 
 def _percent(value: float) -> str:
-    """A share in percent, rounded up to three digits."""
+    """Format a share as a percentage, rounded up to three digits."""
     if value <= 0:
         return "0 %"
     if value < 1e-4:
@@ -563,7 +563,7 @@ def _origin_blocks(card: Card) -> list[Block]:
 
 
 def _n(value: object) -> str:
-    """A value for a reader: numbers short, ranges and lists in words."""
+    """Format a value for a reader: numbers short, ranges and lists in words."""
     if value is None:
         return "none"
     if isinstance(value, bool):

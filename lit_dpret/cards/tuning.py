@@ -40,7 +40,7 @@ _CHOSEN = {
     "synthetic": "hyper-parameters were chosen on DP synthetic data",
 }
 
-#: On what condition the planned epsilon of several runs is one of what they released.
+#: The condition under which the planned epsilon of several runs holds for what they released.
 _NONE_BEYOND = (
     "none of the others spent more than planned, as one that repeats steps after an interruption does; its own card "
     "then says so"
@@ -50,13 +50,13 @@ _BEYOND_PLAN = {
     "otherwise": "This run was charged with other noise or sampling than was planned for it",
 }
 
-#: Data on which a choice tells of private data, or may. Trainings on private data tell of these whatever they are
-#: scored on: the best of them is a function of all of them.
+#: Data that make a choice reveal private data, or possibly so. Trainings on private data reveal these whatever they
+#: are scored on: the best of them is a function of all of them.
 _OPEN = ("private", "unknown", "synthetic")  # the gravest first
-#: What somebody chooses among who takes one of several private trainings.
+#: The alternatives when one of several private trainings is chosen.
 AMONG = "trainings on private data"
 _METHODS = ("none", "random_stopping")
-#: Data that trials are scored on, with what the sum of their epsilons leaves out.
+#: Data that trials are scored on, with a sentence on what the sum of their epsilons leaves out.
 _COVERED = {"private": " The records on which the trials were scored are not covered.", "public": "", "none": ""}
 
 
@@ -67,24 +67,24 @@ def tuning_facts(
     delta: float | None = None,
     siblings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the tuning block of a card: the facts given, a sentence, and whether an epsilon covers the choice.
+    """Return the tuning block of a card: the given facts, a sentence, and whether an epsilon covers the choice.
 
     Guarantees:
-        - A choice on private data is accounted only where the search was declared as `RandomStopping` and its cost is
-          proved; ``epsilon`` is then that of the search with its best run, the claim's stays that of the run.
-        - A choice among the trials of a sweep that trained on private data is one on private data, whatever they were
-          scored on. Where all of them were reserved beforehand, ``epsilon`` is the limit of the ledger that holds them.
-          Where a trial had no privacy, where the limit holds at a larger delta than the claim's, where the run claims
-          nothing, or where the trials were scored on synthetic data (whose epsilon is in no such sum), none is stated.
-        - A choice among several runs of one command that nothing was reserved for is not accounted, also where these
-          differ in their seed alone. What they were planned to cost together is stated, with its condition, unless
-          this run's own ledger charges more than was planned for it.
+        - A choice on private data is accounted only if the search was declared as `RandomStopping` and its cost is
+          proved. ``epsilon`` is then that of the search including its best run; the claim's epsilon stays the run's.
+        - A choice among trials of a sweep that trained on private data counts as made on private data, whatever they
+          were scored on. If all were reserved beforehand, ``epsilon`` is the limit of the ledger that holds them. It
+          is not stated if a trial had no privacy, the limit holds at a larger delta than the claim's, the run claims
+          nothing, or the trials were scored on synthetic data (whose epsilon is in no such sum).
+        - A choice among several runs of one command without a reservation is not accounted, even if the runs differ
+          only in their seed. Their planned joint cost is stated, with its condition, unless this run's own ledger
+          charges more than was planned for it.
 
     Args:
         tuning: ``data``, ``n_trials``, ``method``, ``mean_runs``, ``runs_law``, ``note``.
-        judged: What a declared search is priced by; None where the artefact has no releases of its own.
+        judged: The releases that price a declared search; None if the artefact has no releases of its own.
         sweep: The sweep that the run is a trial of, from its ledger.
-        delta: The claim's delta; None where nothing is claimed.
+        delta: The claim's delta; None if nothing is claimed.
         siblings: The runs of its command, from its ledger.
     """
     given = {key: value for key, value in (tuning or {}).items() if value is not None}
@@ -128,8 +128,8 @@ def with_earlier_tuning(
 ) -> dict[str, Any]:
     """Add to a tuning block how the settings of the parent artefact were chosen.
 
-    What is made from it without private data keeps that epsilon; a claim ``composed`` of both runs has none that is
-    proved, and neither has an artefact of which nothing is ``proved``.
+    An artefact made from the parent without private data keeps the parent's tuning epsilon. A claim ``composed`` of
+    both runs has no proved tuning epsilon, nor has an artefact whose guarantee is not ``proved``.
     """
     if earlier is None or not _is_open(earlier):
         return dict(own)
@@ -174,7 +174,7 @@ def tuning_of_run(tuning: Mapping[str, Any] | None, judged: Judged) -> dict[str,
 
 
 def possible_tuning(stated: Mapping[str, Any], judged: Judged) -> list[dict[str, Any]]:
-    """Return the tuning blocks that a run with this ledger may have, given what it alone declares (``stated``)."""
+    """Return the possible tuning blocks of a run with this ledger, given what only the run declares (``stated``)."""
     declared = {name: stated.get(name) for name in ("n_trials", "method", "mean_runs", "runs_law", "note")}
     found = []
     for data in get_args(TuningData) if sweep_of(judged.records) is None else ("unknown",):
@@ -185,7 +185,7 @@ def possible_tuning(stated: Mapping[str, Any], judged: Judged) -> list[dict[str,
 
 
 def same_facts(stated: Mapping[str, Any], possible: Mapping[str, Any]) -> bool:
-    """Return whether two tuning blocks agree except for wording; epsilons are compared as numbers."""
+    """Return whether two tuning blocks agree except for wording and epsilon."""
 
     def facts(block: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in block.items() if key not in ("text", "epsilon") and value is not None}
@@ -213,7 +213,7 @@ def refuse_told_number(tuning: Mapping[str, Any], teller: str, *, knob: str = "c
 
 
 def refuse_trials_of_no_choice(tuning: Mapping[str, Any], *, knob: str = "tuning_") -> None:
-    """Refuse a number of trials beside the declaration that nothing was chosen."""
+    """Refuse a number of trials together with the declaration that nothing was chosen."""
     if tuning.get("data") == "none" and (tuning.get("n_trials") or 0) > 1:
         raise ConfigurationError(
             f"{knob}trials={tuning['n_trials']} with tuning_data=none: who tried several settings has chosen one. Say "
@@ -222,7 +222,7 @@ def refuse_trials_of_no_choice(tuning: Mapping[str, Any], *, knob: str = "tuning
 
 
 def refuse_told_as_none(data: str | None, chooser: str, among: str, *, knob: str, way: str = "") -> None:
-    """Refuse ``none`` and ``public`` on the cards of several runs among which ``chooser`` lets somebody choose."""
+    """Refuse ``none`` and ``public`` on the cards of several runs between which the user can choose by ``chooser``."""
     if data in ("none", "public"):
         raise ConfigurationError(
             f"{knob}data={data} with {chooser}: selecting one of these runs is a choice among {among}, "
@@ -231,7 +231,7 @@ def refuse_told_as_none(data: str | None, chooser: str, among: str, *, knob: str
 
 
 def _cost_of(stopping: RandomStopping, judged: Judged) -> tuple[float | None, str | None]:
-    """The epsilon of a search among runs with these releases, or None and why."""
+    """Return the epsilon of a search among runs with these releases, or None and the reason."""
     if (plan := judged.claimed_plan) is None:
         return None, "not computed, for there is no guarantee"
     budget = plan.budget
@@ -267,10 +267,10 @@ def declared_search(chosen: Mapping[str, Any]) -> RandomStopping | None:
 
 
 def _as_told(chosen: Mapping[str, Any], sweep: Mapping[str, Any]) -> dict[str, Any]:
-    """Take facts about the choice from the sweep, which `refuse_other_tuning` has held against what the run states."""
+    """Take facts about the choice from the sweep; `refuse_other_tuning` compared them with the run's declaration."""
     scored = sweep["metric_data"]
-    # Also where it is said that nothing is compared; trials on several releases, or on one and without privacy, tell of
-    # each other as private ones do.
+    # Even if no comparison is declared: trials on several releases, or on one and without privacy, reveal each other as
+    # private ones do.
     mixed = len(sweep.get("releases") or ()) > 1
     private = (sweep.get("planned") is not None or mixed) and scored != "unknown"
     told: dict[str, Any] = {"sweep": dict(sweep), "data": "private" if private else scored}

@@ -1,8 +1,8 @@
 """Verify a privacy card from its files, without the private data.
 
-From the card of an artefact to the run on private data at the other end: every card on the way is the one that the next
-names by SHA-256, says no more than the one before it, and lies beside the files that it describes; and the epsilon of
-the first follows from its ledger. Hashes cannot show a chain that was rewritten whole; a signature can.
+The check follows the chain from an artefact's card back to the run on private data. Each card must be the one that the
+next names by SHA-256, must claim no less than that one, and must be next to the files that it describes. The epsilon of
+the first must follow from its ledger. Hashes cannot reveal a chain that was rewritten whole; a signature can.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Outcome = Literal["ok", "failed", "not_checked"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check of an artefact: its result (``not_checked``: it could not be made), and details."""
+    """One check of an artefact, with its details; ``not_checked`` means that it could not be made."""
 
     artefact: str
     check: str
@@ -57,7 +57,7 @@ class CheckResult:
 class Verification:
     """The findings from a card to the private data, in chain order, the subject first.
 
-    ``elsewhere`` are the cards and ledgers that were used and are not in the card's folder.
+    ``elsewhere`` lists the cards and ledgers that were used but are not in the card's folder.
     """
 
     path: Path
@@ -100,7 +100,7 @@ class Verification:
     def format(self) -> str:
         """Format one line per finding, between the claim (if nothing failed) and the verdict."""
         words = {"ok": "ok", "failed": "FAILED", "not_checked": "not checked"}
-        # A list: a run and the run that it started from may bear one name.
+        # A list: a run and the run that it started from may have the same name.
         held = [
             (f.artefact, f.text.removeprefix(_UNDECIDED).split(", ")) for f in self.findings if f.check == "entries"
         ]
@@ -111,7 +111,7 @@ class Verification:
         lines = [
             f"{words[f.outcome]:<12} {f.artefact}, {f.check}: {f.text}" for f in self.findings if f.check != "entries"
         ]
-        if held:  # said once for all cards: most of the entries are the same
+        if held:  # once for all cards, because most of the entries are the same
             told = [f"of {', '.join(names)} {'also ' if every else ''}{own}" for own, names in others.items() if own]
             text = "; ".join([", ".join(every), *told] if every else told)
             names = ", ".join(dict.fromkeys(name for name, _ in held))
@@ -144,21 +144,21 @@ def verify_chain(
     """Check a card, its files, its ledger, and all its ancestors.
 
     Guarantees:
-        - Nothing failed only if: each card found is the one that its child names, and unedited; no audit on it
-          contradicts it; each child claims no more than its parent; each file that a card lists and that must be
-          there has its SHA-256; and each ledger that was found gives the numbers of its card.
-        - A parent or a ledger that is not found is a failure, unless it was allowed to be missing; then it
-          is among what was not checked.
+        - The result is free of failures only if each card found is the one that its child names, unedited, and not
+          contradicted by an audit on it; each child claims no more than its parent; each listed file that must be
+          there has its SHA-256; and each ledger found gives the numbers of its card.
+        - A parent or a ledger that is not found is a failure, unless it was allowed to be missing; then it is
+          reported as not checked.
 
     Args:
         path: A card, or the folder that holds it.
-        parents: Folders or files to look for cards and ledgers in, before those around the card.
-        allow_missing_parents: Accept that parents are not there.
-        allow_missing_ledger: Accept that the ledger behind the claim is not there.
-        public_key: A PEM file with the key by which the card, or one that it was derived from, must be signed.
+        parents: Folders or files to search for cards and ledgers, before those around the card.
+        allow_missing_parents: Accept missing parents.
+        allow_missing_ledger: Accept that the ledger behind the claim is missing.
+        public_key: A PEM file with the key that must have signed the card, or one that it was derived from.
         protocols: Files that must have been registered before the first release.
-        self_contained: Look for cards and ledgers in the card's folder and ``parents`` alone, as on a machine that got
-            nothing else.
+        self_contained: Search for cards and ledgers only in the card's folder and ``parents``, as on a machine that
+            has nothing else.
     """
     key = None if public_key is None else public_key_fingerprint(public_key)
     given = protocol_facts(protocols, knob="task.protocols")
@@ -221,13 +221,13 @@ def _follow(
 
 
 def _tell_undecided(result: Verification, found: FoundCard, decided: frozenset[Place]) -> None:
-    """Name the entries of a card that no check compared with anything."""
+    """Report the entries of a card that no check compared with anything."""
     if places := _undecided(found.card, decided | {("schema",), ("checksum",)}, ()):
         result.pass_over(found.name, "entries", f"{_UNDECIDED}{', '.join(places)}")
 
 
 def _undecided(value: Any, decided: frozenset[Place], place: Place) -> list[str]:
-    """The entries at or under ``place`` that say something and are not ``decided``; a block of such is named whole."""
+    """Return the non-empty entries at or under ``place`` that are not ``decided``; name an undecided block once."""
     if place in decided or value in (None, "", [], {}):
         return []
     if not any(other[: len(place)] == place for other in decided):
@@ -279,21 +279,21 @@ def _check_files(result: Verification, lineage: Lineage, found: FoundCard, *, re
 
 
 def _check_page(result: Verification, found: FoundCard, page: Path) -> bool:
-    """The claim in the header of ``README.md``, which a hub shows, is that of the card; False where it states none."""
+    """Check the claim in the header of ``README.md``, which a hub shows; return False if it states none."""
     try:
         text = page.read_text(encoding="utf-8-sig", errors="replace").lstrip()
     except OSError:
         return False
     if not _OPENED.match(text):
         return False
-    try:  # a line of dashes and blanks, at which some readers end the header, is not YAML within it and fails
+    try:  # some readers end the header at a line of dashes and blanks; inside the header it is not YAML, and fails
         stated = dict(yaml.safe_load(_HEADER.match(text)[1])).get("privacy")  # type: ignore[index]
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         result.pass_over(found.name, README, f"its header cannot be read: {first_line(error)}", failed=True)
         return True
     if stated is None:
         return False
-    known = claim_metadata(found.card)  # as amended: the page of an earlier version lacks the cautions since
+    known = claim_metadata(found.card)  # as amended: an earlier version's page lacks the cautions added since
     problems = [] if stated == known else [f"its header states {stated}, and the card {known}."]
     told = "the claim in its header is that of the card; its other words are free"
     result.add(found.name, README, problems, told)
@@ -324,11 +324,11 @@ def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, a
 
 
 def _check_audits(result: Verification, lineage: Lineage, found: FoundCard) -> None:
-    """Nothing that was found by an audit contradicts the card, and nothing that is due is left out of it."""
+    """Check that no audit result contradicts the card, and that no announced result is missing from it."""
     ledger, count = lineage.ledger(found.card, found.path), found.card["ledger"]["records"]
     try:
         records = [] if ledger is None else lineage.read(ledger).records[:count]
-    except LedgerError:  # which the check of the ledger has told
+    except LedgerError:  # the check of the ledger has reported it
         records = []
     problems, results = audit_problems(found.card, records), found.card["empirical"].get("results")
     if problems or results:
@@ -337,10 +337,10 @@ def _check_audits(result: Verification, lineage: Lineage, found: FoundCard) -> N
 
 
 def _check_words(result: Verification, found: FoundCard, more: Sequence[str] = ()) -> set[Place]:
-    """The sentences, and the pages beside the card, say what the facts say; returns the entries that were compared."""
+    """Check that sentences, and pages next to the card, follow from the facts; return the entries compared."""
     card, name = found.card, found.name
     harmless = card["claim"]["guarantee"] == "dp" and all(a["holds"] is not False for a in card["assumptions"])
-    banners, uncovered, _ = (card[each] for each in ("banners", "not_covered", "cautions"))  # which no version left out
+    banners, uncovered, _ = (card[each] for each in ("banners", "not_covered", "cautions"))  # in cards of every version
     if not uncovered or not (harmless or banners):
         result.pass_over(name, "words", "a warning that every such card carries is missing.", failed=True)
         return set()
@@ -357,7 +357,7 @@ def _check_words(result: Verification, found: FoundCard, more: Sequence[str] = (
 
 
 def _check_copy(result: Verification, lineage: Lineage, found: FoundCard) -> None:
-    """The copy of the card that a run leaves in its model folder: what the card says, and results that came later."""
+    """Check the copy of the card in the model folder: it agrees with the card, except for later results."""
     name, folder = found.name, found.path.parent / MODEL_FOLDER
     copy = FoundCard(folder / CARD_NAME, found.card)
     if not any(folder.glob("privacy_card.*")):
@@ -373,9 +373,7 @@ def _check_copy(result: Verification, lineage: Lineage, found: FoundCard) -> Non
     if differing:
         why = f"{copy.path} says another {', '.join(differing)} than {found.path}: one of them was edited."
         told = any(finding.artefact == name for finding in result.failed)
-        result.pass_over(
-            name, "copy", why, failed=not told
-        )  # where the card itself failed, the copy may be the good one
+        result.pass_over(name, "copy", why, failed=not told)  # if the card itself failed, the copy may be the good one
         return
     before = len(result.failed)
     if copy.card["empirical"] != found.card["empirical"]:
@@ -389,7 +387,7 @@ def _check_copy(result: Verification, lineage: Lineage, found: FoundCard) -> Non
 
 
 def _wrong_words(found: FoundCard) -> list[str]:
-    """List where the words are not those that this version would write."""
+    """List the words that differ from those this version would write."""
     card, wrong = found.card, []
     if card["claim"].get("statement") != statement(card):
         wrong.append("The statement does not follow from the card's facts.")
@@ -407,7 +405,7 @@ def _wrong_words(found: FoundCard) -> list[str]:
 
 
 def _due(card: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The cautions, and the sentences on what is not covered, that follow from the facts of a card."""
+    """Return the cautions, and the sentences on what is not covered, that follow from the facts of a card."""
     due = {"cautions": said(card)["cautions"], "not_covered": list[str]()}
     if card["mechanism"].get("kind") != "post_processing":
         groups = (card["accounting"] or {}).get("groups", [])
@@ -429,7 +427,7 @@ def _check_protocols(result: Verification, found: FoundCard, given: Sequence[Map
 
 
 def _check_signatures(result: Verification, chain: Sequence[FoundCard], key: str | None) -> None:
-    """Signatures beside the cards; one covers its card and all that this names by hash, not what is derived from it."""
+    """Check the signatures next to the cards; each covers its card and all that it names by hash, not its children."""
     fitting = []
     for found in chain:
         path = found.path.with_name(SIGNATURE_NAME)
@@ -470,7 +468,7 @@ def _check_signatures(result: Verification, chain: Sequence[FoundCard], key: str
 
 
 def _made_by_this_program(card: Mapping[str, Any]) -> bool:
-    """Whether this very version would have written the same words; not known of a checkout with changes."""
+    """Return whether this exact version wrote the card; unknown, so False, for a checkout with changes."""
     version, commit = card["package_versions"].get("lit-dpret"), (card.get("environment") or {}).get("code_commit")
     return version == lit_dpret.__version__ and commit == code_commit() and not str(commit).endswith(CHANGED)
 
