@@ -241,10 +241,10 @@ def calibrate_noise(
 def truncation_delta(law: TruncatedPoisson, steps: int) -> float:
     """Return an upper bound on what truncation adds to delta over ``steps`` steps.
 
-    A step in which the batch was cut and the unit in question remained can at worst reveal that unit. In every other
-    step the unit is hidden as well as by plain Poisson sampling, or better. Such a step has probability P[Binomial(n,
-    q) > cap] * cap / n (the mixture of Ganesh et al. 2025, arXiv 2508.15089, which dp-accounting composes step by
-    step).
+    A step in which the batch was cut and the unit in question remained can at worst reveal that unit. It has
+    probability P[Binomial(n, q) > cap] * cap / n (the mixture of Ganesh et al. 2025, arXiv 2508.15089, which
+    dp-accounting composes step by step). In every other step the unit is hidden as well as by plain Poisson sampling,
+    or better.
     """
     return float(steps * stats.binom.sf(law.cap, law.n, law.sample_rate) * law.cap / law.n)
 

@@ -99,8 +99,8 @@ def least_n_max(law: SamplingLaw, *, sub_batches: int, steps: int, units: int, d
 
     *Why.* Outside the event that the unit is drawn into a sub-batch that is cut, a step is dominated by the pair of
     plain sampling: either no unit was left out, or both neighbours show the batch without the unit. The event depends
-    on coins alone, and has probability at most q P[Binomial(n - 1, q / k) >= n_max] in a step. On it, the step adds at
-    most that probability to delta. Here ``steps`` times that is at most a millionth of delta.
+    on coins alone, and has probability at most q P[Binomial(n - 1, q / k) >= n_max] in a step. What happens on it adds
+    at most its probability to delta. Here ``steps`` times that is at most a millionth of delta.
 
     Laws without coins for each unit need no bound. Without amplification, the batch without the unit is compared with
     nothing. In ``fixed_size`` batches, a unit that is not drawn is replaced, in its slot, by one that is.

@@ -201,7 +201,7 @@ class _MixtureLoss(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
         if np.ndim(epsilon) == 0:
             return super().get_delta_for_epsilon(epsilon)
         deltas = deltas_at(self, self.inverse_privacy_losses, np.asarray(epsilon, dtype=float), self._sampling_prob)
-        # Rounding may break their order, which the library corrects one by one.
+        # Rounding may make them rise, which the library corrects one by one.
         return np.maximum.accumulate(deltas[::-1])[::-1]
 
     def inverse_privacy_losses(self, privacy_losses: np.ndarray, precision: float = 1e-7) -> np.ndarray:

@@ -38,7 +38,7 @@ WHOLE = 1024
 LARGE = 2.0**60
 #: Larger than the error of the few operations here in float64.
 _FEW = 1e-11
-#: How many squares are added up before a wider type takes over, and how many it takes over at once.
+#: The number of squares added up before a wider type takes over, and the number up to which it adds them directly.
 _ROW, _AT_ONCE = 256, 4096
 
 
