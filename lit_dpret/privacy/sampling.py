@@ -108,8 +108,8 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         - The draw of a step depends on (secret, run, attempt, step) alone: not on workers, nor on a resume.
         - With ``sub_batches``, these are the physical batches of a step: each drawn unit is assigned to one by its own
           coin, and none holds more than the given number of units. The units left out are chosen uniformly.
-        - If the sampler ``scatters``, its own coin decides the position of each drawn unit in a physical batch, so that
-          the position is the same without any other unit. The number of units may be private.
+        - If the sampler ``scatters``, each drawn unit's position in a physical batch is decided by the unit's own coin,
+          so that it is the same without any other unit. The number of units may be private.
         - All ``ranks`` draw the same step and divide it among them, by unit or by sub-batch. Each hands out the same
           number of physical batches, with padding where it has no units, so that no rank waits for another.
 
