@@ -32,7 +32,7 @@ from lit_dpret.privacy.user_generators import generators_now, kept_generators, s
 from lit_dpret.settings import require_choice
 
 Collate = Callable[[list[Any]], Any]
-#: The smallest of about this many units is looked for.
+#: About this many units are searched for the smallest one.
 _SIZED = 16
 
 

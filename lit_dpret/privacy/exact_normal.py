@@ -1,7 +1,7 @@
 """Draw normal variates, rounded to a grid, exactly: with integers, from a cryptographic stream.
 
 By rejection (after Karney 2016, arXiv 1303.6257): the first bits of a candidate decide, unless a number is closer than
-the accuracy for which `torch.exp` is trusted. Then more bits are drawn and compared in decimal arithmetic. So no
+the accuracy to which `torch.exp` is trusted. Then more bits are drawn and compared in decimal arithmetic. So no
 decision depends on an inexact number, and a draw is the same on every machine and device. docs/derivations.md has the
 distribution.
 """

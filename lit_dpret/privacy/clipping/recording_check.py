@@ -153,7 +153,7 @@ def _mixes_rows(product: Node, rows: int) -> bool:
 
 
 def _runs_over_rows(axis: int, sizes: Any, rows: int) -> bool:
-    """Return whether an axis is the first one or as long as the batch; another one only where the first cannot be."""
+    """Return whether an axis may run over rows: the first, one as long as the batch, or one if the first cannot."""
     if axis == 0 or sizes is None:
         return axis == 0
     return bool(sizes[axis] == rows or (sizes[0] % rows and not sizes[axis] % rows))
@@ -192,7 +192,7 @@ def roundoff_of(tensors: Iterable[Tensor]) -> float:
     return max((torch.finfo(t.dtype).eps for t in tensors), default=0.0)
 
 
-#: The factor between the numbers of batches after which one is verified whatever its pattern.
+#: The factor by which the number of batches grows from one verification to the next, whatever their pattern.
 _SELDOM = 8
 
 

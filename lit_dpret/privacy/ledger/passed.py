@@ -117,7 +117,7 @@ class OutsideSteps:
             self._wait([each for each in self._chosen.get(optimizer, ()) if is_readable(each)], first=False)
 
     def so_far(self) -> Callable[[Tensor], bool]:
-        """Return a function: does a tensor have the values of a tensor after one of the steps so far?"""
+        """Return a predicate: whether a tensor has the values of a tensor after one of the steps so far."""
         self._take_up()
         noted = self._noted.so_far()
         return lambda tensor: is_readable(tensor) and any(digest in noted for digest in _looked(tensor))

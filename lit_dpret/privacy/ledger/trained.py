@@ -186,9 +186,10 @@ def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
 def note_built(module: nn.Module, given: Sequence[nn.Module] = ()) -> None:
     """Store the fingerprints of the `weights` and extra states of ``module``, and of casts, after its constructor.
 
-    Nothing is stored for a module with lazy layers, whose first batch sets them. Nor for parameters that an optimizer
-    has changed before, copies of them, or copies of their values after one of its steps, unless a constructor had set
-    the same values: their origin was not recorded. Values ``given`` to a constructor are known as this module's only.
+    Nothing is stored for a module with lazy layers, whose first batch sets them. Parameters that an optimizer has
+    changed before are left out, and so are copies of them and of their values after one of its steps, unless a
+    constructor had set the same values: their origin was not recorded. Values ``given`` to a constructor are known as
+    this module's only.
     """
     if any(map(is_lazy, module.parameters())):
         return
