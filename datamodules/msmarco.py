@@ -32,8 +32,8 @@ class MSMarcoDataModule(PairsDataModule):
 
     Args:
         folder: The folder with the files.
-        download: Take the data from ir-datasets instead (extra ``beir``), which downloads what it does not have yet
-            and checks its hashes.
+        download: Take the data from ir-datasets instead (extra ``beir``), which downloads missing files and checks
+            their hashes.
         dev: Which development queries: ``small``, on which numbers are published, or ``full``.
         only_evaluation: Read no train queries.
     """
@@ -65,7 +65,7 @@ class MSMarcoDataModule(PairsDataModule):
         return replace(super()._corpus_settings(), knob="datamodule.folder", header=_TEXT_COLUMNS)
 
     def _splits(self) -> dict[str, str]:
-        """Return what the files call the splits; ir-datasets has a slash for the dot."""
+        """Return the splits' names in the files; ir-datasets uses a slash instead of the dot."""
         dev = {"dev": "dev.small" if self.dev == "small" else "dev"}
         return dev if self.only_evaluation else {"train": "train", **dev}
 
@@ -92,7 +92,7 @@ class MSMarcoDataModule(PairsDataModule):
         return found
 
     def file_columns(self) -> dict[str, tuple[str, ...]]:
-        """Return the columns of the files by their layout."""
+        """Return the fixed columns of the files, which have no headers."""
         return (
             {}
             if self.download

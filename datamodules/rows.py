@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Literal
 
-#: Those of `lit_dpret.privacy.budget.Unit` by which rows of texts are grouped.
+#: The values of `lit_dpret.privacy.budget.Unit` that rows of texts can be grouped by.
 TextUnit = Literal["query", "pair", "user"]
 
 SPLITS = ("train", "dev", "test")
@@ -20,13 +20,12 @@ SPLIT_NAMES = {"train": "train", "dev": "dev", "valid": "dev", "validation": "de
 class Row:
     """One training pair."""
 
-    query_id: str  # id of the query; made from its position where the data gave none, never from its text
-    query: str = field(repr=False)  # the query's text, as the model is to see it
+    query_id: str  # id of the query; if the data gave none, derived from its position, never from its text
+    query: str = field(repr=False)  # the query's text, in the form given to the model
     passage_id: str = field(repr=False)  # id of the passage paired with it in this row
     passage: str = field(repr=False)  # that passage's text (title and text joined)
     # Ids of all passages known to answer this query *inside this row's privacy unit*: the whole query under
-    # ``unit="query"``, this row alone under ``unit="pair"``. A loss may mask by them without looking at anybody else's
-    # data.
+    # ``unit="query"``, this row alone under ``unit="pair"``. A loss may mask by them without reading other units' data.
     positives: frozenset[str] = field(repr=False)
 
 

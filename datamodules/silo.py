@@ -16,9 +16,9 @@ from lit_dpret.datamodules.silo_folder import Silo, read_silo
 class SiloDataModule(PairsDataModule):
     """The folder of one client, ``.../clients/NAME`` (`lit_dpret.datamodules.silo_folder`).
 
-    The words *public passages* mean here what the guarantee needs: the client's collection is a fixed list that
-    depends on no query. It stays inside the client; what of it is sent elsewhere is decided, and accounted for, by
-    `lit_dpret.federated`.
+    *Public passages* has the meaning here that the guarantee needs: the client's collection is a fixed list that
+    depends on no query. It stays inside the client; `lit_dpret.federated` decides, and accounts for, which parts are
+    sent elsewhere.
     """
 
     folder: str | Path = field()
@@ -29,7 +29,7 @@ class SiloDataModule(PairsDataModule):
 
     @property
     def silo(self) -> Silo:
-        """The content of the folder; read on first use."""
+        """The content of the folder, read on first use."""
         if self._silo is None:
             self._silo = read_silo(str(self.folder))
         return self._silo
