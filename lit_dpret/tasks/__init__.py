@@ -1,9 +1,9 @@
-"""The tasks of the command line; one class each, selected by ``task=`` and imported when it is asked for.
+"""The tasks of the command line; one class each, selected by ``task=`` and imported on demand.
 
-What a setting means is said once, in `configs/task/NAME.yaml`, and on the site's page of every setting.
+Each setting is documented once, in `configs/task/NAME.yaml`, and on the site's page of every setting.
 
-The package is long because five attacks, two audits and the trials of a sweep train models of their own,
-and each task checks a dozen settings.
+The package is long because five attacks, two audits and the trials of a sweep train their own models, and each task
+checks a dozen settings.
 """
 
 from __future__ import annotations

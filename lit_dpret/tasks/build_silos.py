@@ -55,7 +55,7 @@ class BuildSilos(Settings):
         """Build, write and report; return the number of clients."""
         check_run_dir(parts.run_dir, min_free_mb=50)
         out = parts.run_dir / "silos"
-        if out.exists() and parts.resume:  # it is there whole or not at all
+        if out.exists() and parts.resume:  # the folder is either whole or absent
             manifest = read_manifest(out, knob="hydra.run.dir")
             if manifest.get("source") != self.source:
                 raise ResumeError(f"resume=true, but {out} was built of {manifest.get('source')}, not {self.source}.")
@@ -86,12 +86,14 @@ class BuildSilos(Settings):
 
     def _pairs(self) -> PairsDataModule:
         data = PairsDataModule(folder=str(self.folder), in_memory=True)
-        refuse_another_claim(data)  # a silo promises an epsilon to whoever asked the queries themselves
+        refuse_another_claim(data)  # a silo promises an epsilon to the people who asked these very queries
         return data
 
 
 def _read_squad(path: Path) -> tuple[dict[str, tuple[str, str]], list[Question]]:
-    """SQuAD's JSON, or a BEIR folder whose corpus names articles as ``domain`` and whose queries list ``answers``."""
+    """Read SQuAD's JSON, or a BEIR folder whose corpus has articles as ``domain`` and whose queries have
+    ``answers``.
+    """
     if path.is_file():
         try:
             content = parse_json_file(path)

@@ -46,7 +46,7 @@ class Compare(Settings):
         """Write ``comparison.json`` and ``comparison.md``, and print the table; return the differences."""
         first, second = trec_runs.find_runs(self.run_a), trec_runs.find_runs(self.run_b)
         shared = [name for name in first if name in second]
-        if not shared and len(first) == len(second) == 1:  # two files of any name
+        if not shared and len(first) == len(second) == 1:  # two files with any names
             shared = [next(iter(first))]
             second = {shared[0]: next(iter(second.values()))}
         if not shared:
@@ -61,7 +61,7 @@ class Compare(Settings):
             )
         check_run_dir(parts.run_dir, min_free_mb=1)
         measured_on = {name: [_measured_on(one) for one in (first[name], second[name])] for name in shared}
-        called = {}  # a data set's subfolder, or, of single evaluations, the name that they state
+        called = {}  # a data set's subfolder, or, for single evaluations, the name that they state
         for name, runs in measured_on.items():
             stated = " / ".join(dict.fromkeys(one["data"] for one in runs if "data" in one))
             called[name] = stated or name if name == Path(trec_runs.RUN).stem else name
@@ -107,7 +107,7 @@ class Compare(Settings):
 
 
 def _measured_on(run: Path) -> dict[str, str]:
-    """Return what the evaluation beside a run says of its data; the file's name where there is none."""
+    """Return the data facts from the evaluation next to a run; the file's name if there is none."""
     try:
         facts = json.loads((run.parent / trec_runs.SUMMARY).read_text(encoding="utf-8"))
         return {name: str(facts[name] or "") for name in ("data", "data_sha256", "whose") if name in facts}
@@ -123,7 +123,7 @@ _HEAD = ("data", "metric", "a", "b", "a - b", "better / worse", "p", "p (Holm)")
 
 
 def _console(comparison: Comparison) -> Table:
-    """Return the comparison for ``rich.print``, in 80 columns; a row in bold differs significantly."""
+    """Return the comparison for ``rich.print``, in 80 columns; significant rows are bold."""
     caption = f"{_caption(comparison)} Bold: significant."
     table = Table(title=_title(comparison), title_justify="left", caption=caption, caption_justify="left")
     table.add_column("metric\ndata")
@@ -148,7 +148,7 @@ def write_comparison(comparison: Comparison, folder: Path, about: Mapping[str, A
     ]
     if note := _uncovered(about or {}):
         blocks.insert(0, Paragraph(note))
-    facts = {**comparison.to_dict(), "data": dict(about or {})}  # by data set: of a, and of b
+    facts = {**comparison.to_dict(), "data": dict(about or {})}  # by data set: the facts of a, and of b
     texts = {
         "comparison.json": json.dumps(facts, indent=2, allow_nan=False) + "\n",
         "comparison.md": to_markdown(_title(comparison), "", [], [Section("Differences", blocks)]),
@@ -158,7 +158,7 @@ def write_comparison(comparison: Comparison, folder: Path, about: Mapping[str, A
 
 
 def _uncovered(about: Mapping[str, Any]) -> str:
-    """The caution about data whose evaluations do not declare the queries public; empty if there are none."""
+    """Return the caution about data whose evaluations do not declare the queries public; empty if there are none."""
     said = {name: {one["whose"] for one in runs if "whose" in one} - {"public"} for name, runs in about.items()}
     if not (names := [name for name, owners in said.items() if owners]):
         return ""

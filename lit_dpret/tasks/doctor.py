@@ -22,7 +22,7 @@ REPORT = "doctor.json"
 class Doctor:
     """Examine Trainer, DataModule, model and plan; write ``doctor.json`` and print the findings.
 
-    It examines one fit. Of a federation it checks the settings, prints who sees what, and refuses to say more.
+    It examines one fit. For a federation it checks the settings, prints who sees what, and then refuses.
     """
 
     takes_federation: ClassVar[bool] = True

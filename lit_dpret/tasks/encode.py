@@ -32,7 +32,7 @@ class Encode(Encoding):
 
     @property
     def reads(self) -> str:
-        """Which of the texts, for the line that names the data: passages are of no split."""
+        """The texts in use, for the line that names the data; passages belong to no split."""
         return "passages" if self.side == "passage" else f"queries of split {self.split}"
 
     def run(self, parts: Parts) -> dict[str, float]:

@@ -33,15 +33,15 @@ def refuse_trained(make: Any, argument: str, knob: str) -> None:
 
 
 def privacy_of_encoder(encoder: str | Path | None, model: Any = None) -> str:
-    """Return the privacy of a row whose encoder, if already built ``model``, was not trained here."""
+    """Return the privacy of a row whose encoder, already built as ``model`` or not, was not trained here."""
     place = None if encoder is None else Path(encoder).expanduser()
     found = set() if place is None or not place.is_dir() else {privacy for _, privacy in traces_of_training(place)}
     found |= set() if model is None else {run.privacy for run in runs_behind(model)}
-    if not found:  # that we find no trace of ours does not exclude training by other programs
+    if not found:  # finding no trace of ours does not exclude training by other programs
         return PUBLIC if str(encoder) in ("minilm", "public_t5") else UNKNOWN
     if place is not None and (place / CARD_NAME).is_file():
         card = read_card(place)
         check_artefact(place, card)
         return privacy_line(card)
-    # Where a card describes more than these weights, it is unknown which claim is theirs.
+    # If a card describes more than these weights, it is unknown which claim applies to them.
     return WITHOUT_PRIVACY if found == {"none"} else NOT_PROVED

@@ -38,7 +38,7 @@ class Evaluate(Ranker):
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``evaluation.json``, the run, the judgements and the values per query; return the means.
 
-        What is wrong elsewhere than in the split is left out and said (`lit_dpret.datamodules.layouts`).
+        Problems outside the split are left out and reported (`lit_dpret.datamodules.layouts`).
         """
         check_run_dir(parts.run_dir, min_free_mb=50)
         data = parts.make_datamodule()

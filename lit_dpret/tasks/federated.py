@@ -1,7 +1,7 @@
 """`task=federated`: PDD-AS2 and its baselines over silos, and the paper's Table 1 with our values.
 
-Every system of every seed is a stage that is run once: ``resume=true`` continues an interrupted run, and adds systems
-or seeds to a finished one.
+Every system of every seed is a stage that runs once: ``resume=true`` continues an interrupted run, and adds systems or
+seeds to a finished one.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Federated:
         plan, silos = runner.plan, runner.silos
         rows = [_row(system, by_seed, runner) for system, by_seed in results.items() if by_seed]
         together = runner.spent() if plan.privacy.eps is not None else {}
-        if plan.transport in ELSEWHERE:  # all rows are one run, with one ledger in each silo
+        if plan.transport in ELSEWHERE:  # all rows come from one run, with one ledger in each silo
             told = [(name, value) for row in rows for name, value in row.epsilon.items() if value is not None]
             together = {name: max(value for other, value in told if other == name) for name, _ in told}
         settings = plan.settings(self.seeds[0])
@@ -169,7 +169,7 @@ def _notes(plan: FederationPlan, seeds: Sequence[int], silos: Mapping[str, Path]
 def _declared(folder: Path) -> int:
     try:
         return len(public_sentences(folder))
-    except DataError:  # none, in a silo that was only measured
+    except DataError:  # none, for a silo that was only measured
         return 0
 
 
@@ -183,7 +183,7 @@ def _withheld(plan: FederationPlan, rows: Sequence[FederatedRow]) -> list[str]:
 
 
 def _row(system: System, by_seed: Mapping[int, SystemResult], runner: SystemRunner) -> FederatedRow:
-    """Combine all seeds of a system into a row: the largest epsilon and that of all together, the mean of the bytes."""
+    """Combine all seeds of a system into a row: the largest epsilon and the joint one, and the mean of the bytes."""
     epsilon: dict[str, float | None] = {}
     sent: dict[str, dict[str, float]] = {}
     for result in by_seed.values():

@@ -1,6 +1,6 @@
 """`task=federated_generators`: train each silo's DP query generator, and write queries for its public sentences.
 
-Everything is charged to the ledger in the silo's state folder, ``RUN/private/NAME``, which is where its rounds go on:
+Everything is charged to the ledger in the silo's state folder, ``RUN/private/NAME``, and its rounds continue there:
 ``federated.state=RUN/private`` of ``task=federated``, ``lit-dpret silo --state RUN/private/NAME``.
 """
 
@@ -44,12 +44,12 @@ PRIVATE = "private"
 
 @dataclass(kw_only=True)
 class FederatedGenerators(Drawing):
-    """Train the missing generators, let them write, and report the spending of each budget.
+    """Train the missing generators, let them write queries, and report the spending of each budget.
 
     Guarantees:
         - Every silo is checked before the first is trained.
-        - ``resume=true`` repeats nothing that is finished. A generator that was killed stays charged, and is trained
-          again only if the budget covers both.
+        - ``resume=true`` repeats nothing that is finished. A killed generator stays charged, and is trained again only
+          if the budget covers both.
     """
 
     takes_federation: ClassVar[bool] = True

@@ -30,8 +30,8 @@ class Filter(Settings):
     """Apply filters in order to a folder of synthetic queries.
 
     Guarantees:
-        - Nothing is read but the folder, public passages and the filters' models; a model that brings private
-          data of its own is refused before any query is scored.
+        - Only the folder, public passages and the filters' models are read; a model that adds private data of its own
+          is refused before any query is scored.
     """
 
     derives_from: ClassVar[tuple[str, ...]] = (

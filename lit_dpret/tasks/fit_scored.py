@@ -1,7 +1,7 @@
-"""`task=fit_scored`: train a query generator, and score it by BLEU on held-out queries, as a search for settings needs.
+"""`task=fit_scored`: train a query generator, and score it by BLEU on held-out queries, for a search over settings.
 
-Of public or synthetic queries the number is anybody's. Of private ones it is covered by no epsilon, so it stays in the
-run folder, for its owner alone.
+A score on public or synthetic queries may be published. No epsilon covers a score on private ones, so it stays in the
+run folder, readable by its owner alone.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class FitScored(Fit):
                 "score on private ones stays in the run folder, and choosing settings by it has a cost "
                 "(docs/sweeps.md)."
             )
-        need("sacrebleu")  # before hours of training
+        need("sacrebleu")  # fails before hours of training
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Train and score; loggers receive the score unless it uses private queries."""
-        held = self._held_out(parts)  # read first: a split that is missing is refused before the training
+        held = self._held_out(parts)  # read first, so that a missing split is refused before the training
         loggers = parts.make_loggers()
         result = super().run(replace(parts, make_loggers=lambda: loggers))
         score = self._bleu(parts, held)
@@ -66,11 +66,11 @@ class FitScored(Fit):
         say(f"{BLEU} {score:.2f}, of one query for each of {len(held[0])} passages: {file}")
         for logger in () if private else loggers:
             logger.log_metrics({BLEU: score})
-            logger.finalize("success")  # again, for what was logged since the training
+            logger.finalize("success")  # again, for metrics logged since the training
         return {**result, BLEU: score}
 
     def _held_out(self, parts: Parts) -> tuple[dict[str, str], dict[str, list[str]]]:
-        """Passages with validation queries, and those queries."""
+        """Return passages with validation queries, and those queries."""
         data = parts.make_datamodule() if self.datamodule is None else self.datamodule
         data.prepare_data()
         data.setup("test")

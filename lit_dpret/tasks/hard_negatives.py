@@ -1,7 +1,7 @@
 """`task=hard_negatives`: for some questions of a silo, the sentences that an encoder ranks above or near the answers.
 
-The case study of paper 004 (its Table 5, "query hubness"): whether the best of a collection are wrong, or right and
-unlabelled, is for a person to read.
+The case study of paper 004 (its Table 5, "query hubness"): a person has to judge whether the best sentences of a
+collection are wrong, or right and unlabelled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lit_dpret.tasks.uncovered import DECLARED, Owner, model_of, refuse_training
 from lit_dpret.texts import normalise
 
 _INTERNAL = "Internal: private questions, word for word. Keep it where they are kept."
-_SPARE = 16  # sentences that repeat an answer and count as none
+_SPARE = 16  # extra results for sentences that repeat an answer and are skipped
 
 
 @dataclass(kw_only=True)
@@ -48,7 +48,7 @@ class HardNegatives(Settings):
         require_owner(self.whose, "the report holds the questions")
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Return how often a negative ranks above every answer."""
+        """Return the share of questions with a negative that ranks above every answer."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         silo = read_silo(self.silo)
         if self.whose == "public":
@@ -110,7 +110,7 @@ class HardNegatives(Settings):
 
 
 def case_grid(cases: Sequence[Mapping[str, Any]]) -> Grid:
-    """Return the cases in the form of the paper's Table 5: one per column, scores beside the sentences."""
+    """Return the cases in the form of the paper's Table 5: one per column, with scores next to the sentences."""
     depth = max(len(case["negatives"]) for case in cases)
     rows: list[list[str]] = [
         ["Question", *(case["question"] for case in cases)],

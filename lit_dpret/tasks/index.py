@@ -43,10 +43,10 @@ class Index(Settings):
 
 @dataclass(kw_only=True)
 class Search(Settings):
-    """Print the passages nearest to a query, which is embedded in memory and written nowhere by this task.
+    """Print the passages nearest to a query; the task embeds the query in memory and writes it nowhere.
 
-    Hydra keeps the command in the run folder (``.hydra/overrides.yaml``): a private query does not belong on a command
-    line of which that folder is shared.
+    Hydra keeps the command in the run folder (``.hydra/overrides.yaml``): do not pass a private query on the command
+    line if that folder is shared.
     """
 
     index: Path

@@ -87,7 +87,7 @@ class Inversion(Settings):
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``inversion.json`` and ``.md``; ``internal_inversion`` for private texts; return the scores."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
-        need("sacrebleu")  # before anything is encoded or trained for nothing
+        need("sacrebleu")  # fails before any wasted encoding or training
         tower = self._tower(self.encoder)
         attacker = None if self.attacker_encoder is None else self._tower(self.attacker_encoder)
         known, attacked = self._drawn(parts)
@@ -122,7 +122,7 @@ class Inversion(Settings):
         return towers.query_encoder if self.side == "query" else towers.passage_encoder
 
     def _drawn(self, parts: Parts) -> tuple[list[str], list[str]]:
-        """Return texts that the attacker knows and texts that are attacked, without one that occurs twice."""
+        """Return the known and the attacked texts, all distinct."""
         once = {normalise(text): text for text in self._read(parts) if text.strip()}
         found = [once[key] for key in sorted(once)]
         if len(found) < self.known + self.attacked:
@@ -140,7 +140,7 @@ class Inversion(Settings):
             return [file.text(number, record, "text") for number, record in file]
         data = parts.read_data()
         collection = data.collection
-        public = self.split == "passages" and data.has_public_passages  # else they are rows of the private records
+        public = self.split == "passages" and data.has_public_passages  # otherwise they are rows of the private records
         if self.whose == "public" and not public:
             refuse_training_data(data, self.encoder, knob="task.whose")
         if self.split == "passages":
@@ -159,7 +159,7 @@ class Inversion(Settings):
     def _ranking(
         self, attacker: TextEncoder | None, known: Sequence[str], attacked: Sequence[str], embeddings: Sequence[Tensor]
     ) -> dict[str, Any]:
-        """Name texts as the attacker's encoder stands, and with the spaces mapped by the known texts."""
+        """Name texts with the attacker's encoder unchanged, and with the two spaces aligned on the known texts."""
         seen: list[NDArray[np.float64]] = [part.double().numpy() for part in embeddings]
         score = partial(identify, candidates=self.candidates, confidence=self.confidence)
         if attacker is None:
@@ -233,7 +233,7 @@ class Inversion(Settings):
         self, folder: Path, *, arm: Arm, make: Any, write: Any, ids: Sequence[list[list[int]]],
         given: Sequence[Tensor | None], seed: int,
     ) -> dict[str, Any]:  # fmt: skip
-        """Train and ask one language model; nothing of it is kept but losses and scores: it knows the texts."""
+        """Train and evaluate one language model; keep only losses and scores, since the model knows the texts."""
         decoder = make(arm).to(self.device)
         lr = self.lr or (1e-3 if self.language_model is None else 5e-5)
         begun, counts = losses_of(decoder, ids[1], given[1], batch_size=self.batch_size)
@@ -255,7 +255,7 @@ class Inversion(Settings):
     def _written(
         self, decoder: PrefixDecoder, *, words: Words, tower: TextEncoder, attacked: Sequence[str]
     ) -> tuple[dict[str, Any], list[str]]:
-        """Scores of the texts that the decoder writes for the attacked texts' own embeddings, and those texts."""
+        """Return scores of the decoder's texts for the attacked texts' own embeddings, and the decoder's texts."""
         written: list[str] = []
         embeddings = self._encode(tower, attacked)
         for start in range(0, len(attacked), self.batch_size):
@@ -267,7 +267,7 @@ class Inversion(Settings):
 
 
 def _thinned(losses: Sequence[float], points: int = 100) -> list[tuple[int, float]]:
-    """Means over equally many steps, at most ``points`` of them, each with the last of its steps."""
+    """Return at most ``points`` means over blocks of equal length, each with the last step of its block."""
     every = -(-len(losses) // points)
     starts = range(0, len(losses), every)
     return [(min(at + every, len(losses)), float(np.mean(losses[at : at + every]))) for at in starts]

@@ -20,9 +20,9 @@ def stage_callbacks(
     folder: Path, *, resume: bool, label: str, save_every: int = 5, accountant: Mapping[str, Any] | None = None,
     **tuning: Any,
 ) -> list[Any]:  # fmt: skip
-    """Return the callbacks of a stage's training; one that was not begun starts, even on ``resume``.
+    """Return the callbacks of a stage's training; a stage that has not begun starts fresh, even on ``resume``.
 
-    ``accountant`` are settings of `PrivacyAccountant`, the first of them; ``tuning`` goes to `PrivacyCard`.
+    ``accountant`` are settings of `PrivacyAccountant`, the first callback; ``tuning`` goes to `PrivacyCard`.
     """
     goes_on = resume and (folder / LEDGER_NAME).exists()
     return [
@@ -43,7 +43,7 @@ def train_retriever(
     model: Any, data: PairsDataModule, folder: Path, *, parts: Parts, steps: int, batch: int, callbacks: list[Any],
     resume: bool,
 ) -> None:  # fmt: skip
-    """Train ``model`` for ``steps`` logical steps of ``batch`` units on average, as `set_batch` has it."""
+    """Train ``model`` for ``steps`` logical steps of ``batch`` units on average, set by `set_batch`."""
     data.setup("fit")
     set_batch(data, model.privacy, batch)
 

@@ -33,13 +33,13 @@ _PATIENCE = 3.0
 
 
 class _Progress:
-    """Says on stderr what is being computed, once it has taken longer than a few seconds."""
+    """Print the current computation to stderr, once it has taken more than a few seconds."""
 
     def __init__(self) -> None:
         self._begun, self._last = time.monotonic(), ""
 
     def __call__(self, what: str) -> None:
-        """Say ``what`` is computed now, each thing once."""
+        """Print that ``what`` is being computed now, each item once."""
         waited = time.monotonic() - self._begun
         if waited > _PATIENCE and what != self._last:
             self._last = what
@@ -48,21 +48,21 @@ class _Progress:
 
 
 class _Counted:
-    """Stands for data of which only the number of units is told (``task.units``)."""
+    """A stand-in for data of which only the number of units is given (``task.units``)."""
 
     def __init__(self, data: Any, units: int) -> None:
         self._data, self.n_units = data, units
 
     def __getattr__(self, name: str) -> Any:
-        if name == "train_units":  # none are there to be looked at
+        if name == "train_units":  # there are no units to inspect
             raise AttributeError(name)
         return getattr(self._data, name)
 
     def use_unit(self, unit: str, neighbours: str) -> None:
-        """Do nothing: the number is that of the unit."""
+        """Do nothing: the number already counts units."""
 
     def plant(self, planted: Any) -> None:
-        """Count the units that are planted."""
+        """Count the planted units."""
         self.n_units += len(planted.units)
 
 
@@ -72,7 +72,7 @@ class Plan:
 
     takes_start: ClassVar[bool] = True
     takes_canaries: ClassVar[bool] = True
-    device_is_elsewhere: ClassVar[bool] = True  # which need not be here
+    device_is_elsewhere: ClassVar[bool] = True  # the device need not be on this machine
     units: int | None = None
     epochs: float | None = None
     measure: bool | Literal["slices"] = False
@@ -140,7 +140,7 @@ class Plan:
     def _costs(
         self, parts: Parts, mode: GaussianMode, plan: PrivacyPlan, trainer: Any, progress: Callable[[str], None]
     ) -> dict[str, Any]:
-        """Compute what a step takes; where only an estimate is wanted, a model that cannot be loaded is no error."""
+        """Compute the cost of a step; if only an estimate is wanted, a model that cannot be loaded is not an error."""
         device, precision, secure = trainer.strategy.root_device, str(trainer.precision), mode.secure_rng
         try:
             outline = parts.make_outline(privacy=mode)
@@ -169,17 +169,17 @@ class Plan:
 def format_plan(facts: Mapping[str, Any]) -> str:
     """Return the facts of `describe_plan`, and ``cost``, as terminal tables: first the claim, then its meaning.
 
-    The first line holds epsilon with its delta, unit and relation. A number that is not proved is not printed.
+    The first line contains epsilon with its delta, unit and relation. Unproved numbers are not printed.
     """
     told = {"other_bound": OTHER_BOUND, "off_by": FACTOR, "duration": duration, "size": size}
     return render("plan.md", {"cost": None, **facts, **told}).rstrip()
 
 
 def _trainer(parts: Parts) -> Any:
-    """Return the configured Trainer; on the CPU where its accelerator is not at hand, since nothing will run."""
+    """Return the configured Trainer; on the CPU if its accelerator is unavailable, since nothing will run."""
     try:
         return parts.make_trainer(logger=False)
-    except Exception as error:  # whoever builds the Trainer may wrap what Lightning raised
+    except Exception as error:  # the caller that builds the Trainer may wrap Lightning's error
         if not any(isinstance(each, MisconfigurationException) for each in (error, error.__cause__)):
             raise
         return parts.make_trainer(logger=False, accelerator="cpu", devices=1, strategy="auto")

@@ -85,7 +85,7 @@ class PretrainingOverlap(Settings):
             "whose": self.queries,
             "not_covered": warning,
             "found": {name: each.to_dict() for name, each in found.items()},
-            # Of private ones nobody may be told: guesses could be tested.
+            # Hashes of private queries must not be published: guesses could be tested.
             "queries_sha256": [] if self.queries == "private" else text_hashes(sources[_QUERIES].values()),
         }
         if self.sampled is not None:
@@ -111,7 +111,7 @@ class PretrainingOverlap(Settings):
         progress(len(files), len(files))
 
     def _reach(self) -> str:
-        """Say what the shares mean for the corpus as a whole."""
+        """Explain what the shares mean for the corpus as a whole."""
         if self.sampled == 1.0:
             return "This is the whole corpus, as declared."
         known = "" if self.sampled is None else f" The bounds take the files for a random {self.sampled:.3%} of it."

@@ -1,4 +1,4 @@
-"""`task=pseudo_labels`: margins between passages by a public cross-encoder, for training by margin-MSE."""
+"""`task=pseudo_labels`: score margins between passages by a public cross-encoder, for training by margin-MSE."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_LABELLING = (
 
 @dataclass(kw_only=True)
 class PseudoLabels(Settings):
-    """Label synthetic queries against passages that a retriever confuses with their own; an interrupted run goes on."""
+    """Label synthetic queries against passages that a retriever confuses with their own; an interrupted run resumes."""
 
     data: Path
     cross_encoder: str | Path

@@ -1,7 +1,7 @@
-"""The settings of a fit that a resumed run must keep: what decides which model is trained, and neither speed nor place.
+"""The settings of a fit that a resumed run must keep: those that determine the trained model, not speed or location.
 
-They are written into the run folder when the fit begins, and compared under ``resume=true``. What the ledger knows of a
-run is compared by `lit_dpret.privacy.ledger.private_run.PrivateRun.open`.
+They are written into the run folder when the fit begins, and compared under ``resume=true``.
+`lit_dpret.privacy.ledger.private_run.PrivateRun.open` compares what the ledger records about a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SETTINGS_SCHEMA = "lit-dpret/fit-settings/1"
 LENGTHS = ("max_steps", "max_epochs")
 """The settings of the Trainer that a resumed run must keep."""
 
-_MAY_CHANGE = {  # when a fit goes on: how fast it goes, and where files lie
+_MAY_CHANGE = {  # on resume: speed settings, and paths of files
     "physical_batch_size", "num_workers", "gradient_checkpointing", "grad_cache_rows", "cache_dir", "passage_cache_dir",
     "secret_file", "dataset_ledger", "total_eps", "folder", "root", "pairs", "queries",
     "corpus", "qrels", "path", "file",
@@ -31,7 +31,7 @@ _MAY_CHANGE = {  # when a fit goes on: how fast it goes, and where files lie
 
 
 def trained_settings(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """Return by full name the settings that decide what a fit trains, and not how fast or from which folder."""
+    """Return, by full name, the settings that determine what a fit trains, without those of speed and paths."""
     found: dict[str, Any] = {"seed": groups["seed"]}
 
     def add(node: Any, place: str) -> None:
@@ -39,7 +39,7 @@ def trained_settings(groups: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(value, dict):
                 add(value, f"{place}.{key}")
             elif key not in _MAY_CHANGE:
-                moved = key in ("pretrained", "encoder") and isinstance(value, str)  # a folder may lie elsewhere now
+                moved = key in ("pretrained", "encoder") and isinstance(value, str)  # a folder may have moved
                 found[place if key == "_target_" else f"{place}.{key}"] = Path(value).name if moved else value
 
     for group in ("model", "datamodule", "privacy", "trainer"):
@@ -48,13 +48,13 @@ def trained_settings(groups: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_shorter(name: str, now: Any, before: Any) -> bool:
-    """Return whether a resume plans fewer steps, after which the run ends under the claim of those planned at first."""
+    """Return whether a resume plans fewer steps; the run then ends under the claim of the originally planned steps."""
     whole = isinstance(now, int) and isinstance(before, int)
     return whole and name.partition(".")[2] in LENGTHS and now > 0 and (before < 0 or now < before)
 
 
 def keep_settings(parts: Parts) -> None:
-    """Record what the run trains; refuse to resume with something else, named as the user knows it."""
+    """Record what the run trains; refuse to resume with something else, naming the setting in the user's terms."""
     path, now = parts.run_dir / SETTINGS, json.loads(json.dumps(parts.trained_settings(), default=str))
     if parts.resume:
         before = read_json(path, _SETTINGS_SCHEMA)["settings"] if path.exists() else now

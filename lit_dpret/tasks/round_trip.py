@@ -1,7 +1,7 @@
 """Check whether a synthetic query retrieves the passage that it was written for.
 
-Round-trip recall is the share of synthetic queries whose source passage is among the first k that a retriever ranks;
-it needs no private data. The control asks the same queries for a wrong passage each, in a derangement of the passages.
+Round-trip recall is the share of synthetic queries whose source passage is among the first k that a retriever ranks; it
+needs no private data. The control pairs the same queries with wrong passages, in a derangement of the passages.
 (Round-trip consistency: Alberti et al., 2019; as a filter, Dai et al., 2022.)
 """
 
@@ -24,7 +24,7 @@ from lit_dpret.tasks.ranking import rank_embeddings
 def hits(sources: Mapping[str, str], ranked: Mapping[str, Sequence[str]], k: int = 10) -> dict[str, bool]:
     """Return for each query id whether its source passage is among the first ``k`` ids ranked for it.
 
-    A query without a ranking has no hit; it is not left out.
+    A query without a ranking counts as a miss.
 
     Example:
         >>> hits({"q1": "a", "q2": "b"}, {"q1": ["c", "a"], "q2": ["c", "a"]}, k=2)
@@ -36,7 +36,7 @@ def hits(sources: Mapping[str, str], ranked: Mapping[str, Sequence[str]], k: int
 
 
 def wrong_sources(sources: Mapping[str, str], seed: int = 0) -> dict[str, str]:
-    """Return each query with another passage, by one random cycle of the passages (Sattolo's algorithm)."""
+    """Return each query with a wrong passage, from one random cycle of the passages (Sattolo's algorithm)."""
     passages = sorted(set(sources.values()))
     if len(passages) < 2:
         raise DataError(f"A shuffled control needs two passages with queries; there are {len(passages)}.")
@@ -55,15 +55,15 @@ KEPT = "kept_queries.txt"
 def check_round_trip(
     model: DualEncoder | FrozenDualEncoder, released: ReleasedQueries, folder: Path, *, k: int, seed: int
 ) -> dict[str, Any]:
-    """Measure the round trip of released queries by a model that saw neither them nor the private ones.
+    """Measure the round trip of released queries with a model that saw neither them nor the private ones.
 
-    ``folder/kept_queries.txt`` lists the ids of those whose source stands among the first ``k`` of all passages.
+    ``folder/kept_queries.txt`` lists the ids of those whose source is among the first ``k`` of all passages.
 
     Returns:
         ``recall`` and ``control`` as [mean, low, high], ``k``, ``queries`` and ``kept``, as JSON values.
     """
     require_released(released, "check_round_trip")
-    if model.pretrained is not None:  # without a trace of a run it is public, as everywhere in training
+    if model.pretrained is not None:  # a model without a trace of a run counts as public, as everywhere in training
         require_covered(model.pretrained, released, declared_public=True, knob="model.encoder")
     queries = {query.query_id: query.text for query in released}
     sources = {query.query_id: query.passage_id for query in released}

@@ -1,4 +1,4 @@
-"""Rulers: how long texts are, in tokens of the model or in words, and which settings fit that."""
+"""Rulers: text lengths, in tokens of the model or in words, and the settings that fit them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lit_dpret.tasks.parts import Parts
 
 Side = Literal["query", "passage"]
 SIDES: Mapping[Side, str] = {"query": "queries", "passage": "passages"}
-MAX_TEXTS = 20_000  # measured by doctor and check_data alike, so that both suggest the same length
+MAX_TEXTS = 20_000  # for doctor and check_data alike, so that both suggest the same length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +24,11 @@ class Ruler:
     unit: Literal["tokens", "words"]  # ``tokens`` or ``words``
     # The length of each text, uncut, with prefix or prompt and special tokens.
     count: Callable[[Sequence[str]], Sequence[int]]
-    limit: int | None = None  # where the model cuts; None for words
+    limit: int | None = None  # where the model truncates; None if no limit applies
 
 
 def make_rulers(parts: Parts, privacy: Any) -> tuple[dict[Side, Ruler], str]:
-    """Return a ruler for each side by the tokenizer of ``model=``, else by words; and what they measure by."""
+    """Return a ruler for each side, using the tokenizer of ``model=`` or else words; and a description of the unit."""
     words = Ruler(unit="words", count=count_words)
     try:
         module = parts.make_module(privacy=privacy)
@@ -40,19 +40,19 @@ def make_rulers(parts: Parts, privacy: Any) -> tuple[dict[Side, Ruler], str]:
 
 
 def rulers_of(module: Any) -> dict[Side, Ruler]:
-    """Return a ruler for each side by the tokenizer of a module; AttributeError where it reads no texts."""
+    """Return a ruler for each side, using the tokenizer of a module; raise AttributeError if it reads no texts."""
     return {side: _ruler(module, side) for side in SIDES}
 
 
 def rulers_by_words(settings: Mapping[str, Any]) -> dict[Side, Ruler]:
-    """Return rulers without a model: a text has at least as many tokens as words."""
+    """Return rulers without a model, by words: a text has at least as many tokens as words."""
     return {
         side: Ruler(unit="words", count=count_words, limit=settings.get(f"model.max_{side}_length")) for side in SIDES
     }
 
 
 def _ruler(module: Any, side: Side) -> Ruler:
-    if hasattr(module, "codec"):  # a generator, which writes queries for passages after a prompt
+    if hasattr(module, "codec"):  # a generator, which writes queries for passages given a prompt
         tokenizer, contract = module.codec.tokenizer, module.codec.contract
         prefix = contract.prompt if side == "passage" else ""
         limit = contract.max_passage_length if side == "passage" else contract.max_query_length
@@ -69,17 +69,17 @@ def _ruler(module: Any, side: Side) -> Ruler:
 
 
 def fitting_length(lengths: Sequence[int]) -> int:
-    """Return the least multiple of eight tokens that truncates at most one text in twenty."""
+    """Return the smallest multiple of eight tokens that truncates at most one text in twenty."""
     return -(-int(np.percentile(lengths or [8], 95, method="higher")) // 8) * 8
 
 
 def fitting_batch(units: int, at_most: int) -> int:
-    """Return the expected units of a step: at most a quarter of all, above which sampling amplifies little."""
+    """Return the expected units of a step: at most a quarter of all units, above which sampling amplifies little."""
     return min(at_most, max(1, units // 4))
 
 
 def cut_texts(data: Any, rulers: Mapping[Side, Ruler]) -> list[str]:
-    """Report the sides whose texts the model's length mostly truncates; only for the data owner's terminal."""
+    """Report the sides where the model's length truncates most texts; only for the data owner's terminal."""
     collection = getattr(data, "collection", None)
     texts = {"query": getattr(collection, "queries", {}), "passage": getattr(collection, "passages", {})}
     found = []

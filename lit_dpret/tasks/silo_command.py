@@ -1,4 +1,4 @@
-"""``lit-dpret silo``: a silo beside its data. Not a Hydra task: it has no run and no run folder."""
+"""``lit-dpret silo``: run a silo where its data are. Not a Hydra task: it has no run and no run folder."""
 
 from __future__ import annotations
 

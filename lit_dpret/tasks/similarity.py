@@ -37,7 +37,7 @@ _NO_PASSAGES = "task.reference_file has queries without passages"
 
 @dataclass(frozen=True)
 class Texts:
-    """Queries with the passages they were written for or asked about; one row for each pair."""
+    """Queries with the passages they were written for or asked about; one row per pair."""
 
     queries: Mapping[str, str]
     rows: Sequence[tuple[str, str]]
@@ -56,11 +56,11 @@ class Texts:
         return cls({str(number): file.text(number, record, "text") for number, record in file}, [], {})
 
     def facts(self, source: Any) -> dict[str, Any]:
-        """Return which data these are of, as every result says, and how many they are."""
+        """Return the identity of the data, as every result states it, and their numbers."""
         return {**data_facts(source, self.queries), "queries": len(self.queries), "pairs": len(self.rows)}
 
     def sample(self, count: int) -> list[str]:
-        """Return this many queries, chosen by hash of id; all if there are no more."""
+        """Return this many queries, chosen by hash of id; all if there are fewer."""
         chosen = sorted(self.queries, key=by_hash)[:count]
         return [self.queries[name] for name in chosen]
 
@@ -117,8 +117,8 @@ class Similarity(Settings):
         check_run_dir(parts.run_dir, min_free_mb=50)
         for measure, package in _PACKAGES.items():
             if measure in self.chosen:
-                need(package)  # before the card is marked and texts are encoded for nothing
-        privacy = self._privacy()  # what is declared below is written on this card
+                need(package)  # fails before the card is marked and texts are encoded in vain
+        privacy = self._privacy()  # the declaration below is written on this card
         made, original = self._made(), self._original(parts)
         held_out = None if self.held_out is None else self._split(parts, self.held_out)
         warning = declare(
@@ -169,7 +169,7 @@ class Similarity(Settings):
         texts = Texts.read(self.reference_file)
         if self.reference == "public":
             data = None
-            with suppress(LitDpretError):  # where its data are not here, there is nothing to compare with
+            with suppress(LitDpretError):  # without its data there is nothing to compare with
                 given = parts.make_datamodule()
                 given.setup("test")
                 data = given
@@ -219,7 +219,7 @@ class Similarity(Settings):
         return found
 
     def _features(self, kind: Features, made: Texts, original: Texts) -> tuple[list[str], list[str], list[str]]:
-        """Equally many texts of both sides, and as many other original ones where there are so many."""
+        """Return equally many texts of both sides, and the same number of further originals, if there are enough."""
         if kind == "query":
             count = min(len(made.queries), len(original.queries), self.max_texts)
             texts, known = made.sample(count), original.sample(2 * count)

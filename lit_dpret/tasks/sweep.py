@@ -34,7 +34,7 @@ class Sweep(Settings):
 
     Guarantees:
         - Before the first trial starts, all of them are reserved in the ledger of the data set, or nothing starts.
-        - A trial that is done is not run again; one that was interrupted goes on.
+        - A finished trial is not run again; an interrupted one resumes.
     """
 
     file: str | Path
@@ -61,7 +61,7 @@ class Sweep(Settings):
         trials = self.sweep.trials(seed=parts.seed)
         if self.start and not self.give_back:
             check_command(self.sweep, trials[0], parts.run_dir)
-        with _alone(parts.run_dir):  # two calls that begin together plan one sweep
+        with _alone(parts.run_dir):  # two calls that start together plan one sweep
             sweep = self._planned(parts, trials)
             ledger = sweep.ledger()
             if self.give_back:
@@ -94,7 +94,7 @@ class Sweep(Settings):
         return {"trials": float(len(outcome.done)), **({} if report.epsilon is None else {"epsilon": report.epsilon})}
 
     def _hold(self, ledger: DatasetLedger, sweep: SweepFolder) -> Total:
-        """Reserve all trials; a new sweep that is refused leaves no plan behind, so that another limit can be tried."""
+        """Reserve all trials; a new sweep that is refused leaves no plan, so that the user can try another limit."""
         try:
             return ledger.hold(sweep.id, sweep.places, name=str(sweep.folder))
         except LitDpretError:
@@ -147,7 +147,7 @@ class Sweep(Settings):
         return SweepFolder.plan(parts.run_dir, self.sweep, trials, places, counted)
 
     def _plans_of(self, parts: Parts, trial: Trial, known: dict[str, list[PlannedFit]]) -> list[PlannedFit]:
-        """Return the private trainings of one trial; those of an equal one where it was planned before."""
+        """Return the private trainings of one trial; from the cache if an equal trial was planned before."""
         if parts.make_run is None:
             raise ConfigurationError("task=sweep is run from the command line, which composes its trials.")
         composed = parts.make_run([*self.sweep.fixed, *trial.overrides])
@@ -164,7 +164,9 @@ class Sweep(Settings):
         return planned_once(composed, task, own, known)
 
     def _one_guarantee(self, plans: Sequence[PrivacyPlan]) -> PrivacyBudget | None:
-        """Return the budget whose units, neighbours and delta are those of all; None where no trial is private."""
+        """Return the budget with the units and neighbours of all trials and their smallest delta; None if none is
+        private.
+        """
         budgets = [plan.budget for plan in plans]
         for knob in ("privacy.unit", "privacy.neighbours", "datamodule.duplicates", "datamodule.unit_by"):
             if len(found := {str(getattr(budget, knob.partition(".")[2])) for budget in budgets}) > 1:
@@ -197,7 +199,7 @@ class Sweep(Settings):
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process plans in ``folder``, and plan."""
+    """Wait until no other process plans in ``folder``, then hold the planning lock."""
     lock, waited = RunLock(folder / SWEEP, "plan"), False
     while True:
         try:

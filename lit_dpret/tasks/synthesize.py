@@ -54,7 +54,7 @@ class SetDrawing(Drawing):
         return {"data": self.tuning_data, "note": self.tuning_note or ""}
 
     def refuse_queries(self, queries: Iterable[str], folder: Path) -> None:
-        """Refuse a query of the log in what the cards of the set say of it; ``folder`` names the run."""
+        """Refuse statements on the set's cards that contain a query of the log; ``folder`` names the run."""
         names = {"hydra.run.dir": folder.resolve().name, "task.language": self.language, "task.license": self.license}
         texts = {"task.tuning_note": self.tuning_note or ""}
         refuse_quoted(queries, texts, {knob: name for knob, name in names.items() if name})

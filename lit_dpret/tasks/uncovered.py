@@ -16,7 +16,7 @@ from lit_dpret.tasks.parts import Parts, say
 Whose = Literal["public", "synthetic", "private"]
 
 Owner = Literal["public", "private"]
-"""Whose texts an attack is on, where synthetic ones are not a case of their own."""
+"""The owner of the attacked texts, where synthetic texts are not a separate case."""
 
 DECLARED = (
     "That the {what} are public is declared (task.whose=public), and nothing checks it: if they are not, this page is "
@@ -38,9 +38,10 @@ def model_of(source: str | Path) -> str | Path:
 
 
 def tell_attack(parts: Parts, name: str, title: str, facts: dict[str, Any], *, of: str) -> Path:
-    """Write the report of an attack from the template ``NAME.md``, and print it; return its JSON.
+    """Write the report of an attack from the template ``NAME.md``, and print it; return the path of its JSON.
 
-    Where ``facts["internal"]`` it is ``internal_NAME``, for the owner of ``of``, the attacked texts, alone.
+    If ``facts["internal"]``, the files are named ``internal_NAME`` and readable by their owner alone; ``of`` names the
+    attacked texts.
     """
     facts["command"] = parts.command
     internal = INTERNAL.format(what=of) if facts["internal"] else ""
@@ -69,7 +70,7 @@ def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured
 
 
 def refuse_training_data(data: Any, folder: str | Path | None, *, knob: str) -> None:
-    """Refuse queries declared public that ``folder`` was privately trained on, as far as `training_behind` sees it."""
+    """Refuse queries declared public that ``folder`` was privately trained on, as far as `training_behind` can tell."""
     if folder is None or not Path(folder).is_dir():
         return
     if (found := training_behind(Path(folder), data)) is not None:
@@ -82,7 +83,7 @@ def refuse_training_data(data: Any, folder: str | Path | None, *, knob: str) -> 
 
 
 def declare(folder: Path | None, whose: Whose | None, *, measured: str, where: str) -> str | None:
-    """Write on the card that numbers about private queries come; return what to say beside them, or None."""
+    """Note on the card that numbers from private queries follow; return the text to show with them, or None."""
     if whose != "private":
         return None
     marked = NO_CARD
@@ -96,7 +97,7 @@ def declare(folder: Path | None, whose: Whose | None, *, measured: str, where: s
 
 
 def _copies(folder: Path) -> list[Path]:
-    """Find copies of the card of ``folder``: a run keeps one with its model, and a model one above."""
+    """Find copies of the card of ``folder``: a run keeps one with its model, and a model one in its parent folder."""
     found = [model_folder(folder)]
     above = folder.resolve().parent
     if (folder / CARD_NAME).is_file() and (above / CARD_NAME).is_file():
