@@ -6,11 +6,11 @@ from lit_dpret.distributed import rank_watch
 
 
 def main() -> None:
-    """Load the program and run it; Ctrl-C during loading is reported as at any later moment."""
+    """Load the program and run it; report Ctrl-C during loading in the same way as later."""
     try:
         from lit_dpret import cli
     except KeyboardInterrupt:
-        if rank_watch.is_started_by_launcher():  # the first process tells it
+        if rank_watch.is_started_by_launcher():  # the first process reports it
             raise SystemExit(0) from None
         sys.stderr.write("error: interrupted. Nothing was begun yet: the same command starts it.\n")
         raise SystemExit(130) from None

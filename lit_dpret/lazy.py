@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's ``__getattr__``, which imports the submodule of a public name at its first use."""
+    """Return a package's ``__getattr__``, which imports the submodule of a public name on first use."""
 
     def get(name: str) -> Any:
         if name not in modules:
@@ -20,14 +20,15 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
 
 
 def optional(module: str, user: str, install: str, *, package: str = "", instead: str = "") -> Any:
-    """Import a module of an optional package that ``user`` needs, as the setting that asks for it; refuse without it.
+    """Import a module of an optional package that ``user``, such as a setting, needs; refuse if it is missing.
 
-    The refusal names ``package``, where the module has another name, what pip is given, and what to do ``instead``.
+    The refusal names ``package`` if that differs from the module, the ``install`` argument for pip, and what to do
+    ``instead``.
     """
     try:
         return import_module(module)
     except ImportError as error:
-        from lit_dpret.errors import ConfigurationError  # lazy names alone load nothing
+        from lit_dpret.errors import ConfigurationError  # importing `lazy_names` alone loads nothing
 
         raise ConfigurationError(
             f"{user} needs {package or module}, which is not installed. Run: pip install {quote(install)}."

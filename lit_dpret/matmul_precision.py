@@ -1,7 +1,7 @@
 """Detect whether products of float32 matrices use full float32, and enable it temporarily.
 
-PyTorch has two ways to say it: ``torch.set_float32_matmul_precision`` (for cuDNN ``allow_tf32``), and since 2.9
-``fp32_precision`` of its backends. Once the second was used, reading the first raises a RuntimeError.
+PyTorch has two interfaces for this: ``torch.set_float32_matmul_precision`` (for cuDNN ``allow_tf32``), and since 2.9
+``fp32_precision`` of its backends. After the second is used, reading the first raises a RuntimeError.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 _PRODUCTS = ("cuda.matmul", "mkldnn.matmul")
-# On a CPU; those of cuDNN are shortened unless told otherwise, and a private step computes them whole.
+# CPU only; cuDNN's operations are shortened by default, and a private step computes them in full.
 _OTHERS = ("mkldnn.conv", "mkldnn.rnn")
 _CUDNN = ("cudnn.conv", "cudnn.rnn")
 _WHOLE = ("none", "ieee")
@@ -55,7 +55,7 @@ def whole_convolutions() -> Iterator[None]:
 
 @contextmanager
 def tf32_products() -> Iterator[None]:
-    """Let CUDA round the factors of float32 matrices to TF32, inside of `whole_products` too."""
+    """Let CUDA round the factors of float32 matrices to TF32, even inside `whole_products`."""
     matmul: Any = torch.backends.cuda.matmul
     setting, short = ("fp32_precision", "tf32") if hasattr(torch.backends, "fp32_precision") else ("allow_tf32", True)
     before = getattr(matmul, setting)
@@ -68,16 +68,18 @@ def tf32_products() -> Iterator[None]:
 
 @contextmanager
 def _whole(names: Sequence[str], get: Callable[[], Any], put: Callable[[Any], None], whole: Any) -> Iterator[None]:
-    """``get`` and ``put`` are the first way, in which ``whole`` asks for all digits; ``names`` are of the second."""
+    """Set full precision in both interfaces: through ``get`` and ``put``, with value ``whole``, and by backend
+    ``names``.
+    """
     said, before = _said(get), {name: _precision(name) for name in names}
     if said == whole and all(
         value in _WHOLE for value in before.values()
-    ):  # as mostly; a search for one query is short
+    ):  # the usual case: a search for a single query takes little time
         yield
         return
     put(whole)
     for name in names:
-        if _precision(name) not in _WHOLE:  # it follows a setting for all backends, which the first way leaves
+        if _precision(name) not in _WHOLE:  # inherited from a setting for all backends, which `put` leaves
             _backend(name).fp32_precision = "ieee"
     try:
         yield
@@ -90,7 +92,7 @@ def _whole(names: Sequence[str], get: Callable[[], Any], put: Callable[[Any], No
 
 
 def _said(first_way: Callable[[], Any]) -> Any:
-    """What was said the first way; None where the second was used since."""
+    """Return the value of the first interface; None if the second was used since."""
     try:
         return first_way()
     except RuntimeError:

@@ -9,7 +9,7 @@ import torch
 
 from lit_dpret.errors import LitDpretError
 
-# CUDA raises a class of its own; the CPU allocator and other backends raise a RuntimeError with one of these.
+# CUDA has its own error class; the CPU allocator and other backends raise a RuntimeError with one of these.
 _MESSAGES = re.compile(r"out of memory|can't allocate memory|not enough memory|RESOURCE_EXHAUSTED", re.IGNORECASE)
 
 
@@ -18,7 +18,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, LitDpretError):  # says what to do already
+        if isinstance(error, LitDpretError):  # its message already gives advice
             return False
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True

@@ -26,7 +26,7 @@ def without_progress() -> Iterator[None]:
 def tell_here(text: str) -> None:
     """Print a line that may depend on private rows, to the terminal alone.
 
-    A logger may have a file that is handed on; of the terminal nothing is kept.
+    A logger may have a file that is shared later; terminal output is not kept.
     """
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
@@ -38,16 +38,16 @@ class ProgressLine:
     Call it with ``(done, total)``.
 
     Args:
-        label: What is going on.
-        every: Least seconds between two lines where the output is not a terminal.
-        begun: How much was done before the line was made; None for what the first call says.
+        label: A description of the work.
+        every: Minimum seconds between two lines if the output is not a terminal.
+        begun: The amount done before the line was created; None for the value of the first call.
     """
 
     def __init__(self, label: str, every: float = 15.0, *, begun: int | None = None) -> None:
         self._label = label
         self._start = time.monotonic()
         self._first = begun
-        self._anchor: tuple[float, int] | None = None  # when the first unit was done, and how many were by then
+        self._anchor: tuple[float, int] | None = None  # when the first unit was done, and the number done by then
         self._ended = False
         self._terminal = sys.stderr.isatty()
         self._every = 0.2 if self._terminal else every
@@ -77,7 +77,7 @@ class ProgressLine:
         sys.stderr.flush()
 
     def _left(self, now: float, done: int, total: int) -> str:
-        """The remaining time at the pace since the first unit, which often holds checks and loading."""
+        """Return the remaining time at the pace since the first unit, which often includes checks and loading."""
         if self._anchor is None or done >= total:
             return ""
         then, before = self._anchor

@@ -1,7 +1,7 @@
 """The fixture ``assert_private``, in every pytest run where this package is installed.
 
-pytest loads this module before any test, also for suites that never use the fixture, so it imports
-nothing heavy until a test asks.
+pytest loads this module before any test, even for suites that never use the fixture, so it imports nothing heavy until
+a test requests the fixture.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ _here = threading.local()
 
 @contextmanager
 def threads_of_ours() -> Iterator[None]:
-    """Have PyTorch use one thread for each operation, and `in_threads` as many as PyTorch had.
+    """Let PyTorch use one thread per operation, and `in_threads` as many as PyTorch had.
 
-    PyTorch's own threads wait for each other after every operation: for one of a few microseconds, and wherever other
+    PyTorch's own threads synchronize after every operation. For operations of a few microseconds, or when other
     programs keep the processor busy, that takes longer than the work.
     """
     before, outer = torch.get_num_threads(), getattr(_here, "threads", None)
@@ -34,14 +34,14 @@ def threads_of_ours() -> Iterator[None]:
 
 
 def workers() -> int:
-    """Return how many threads `in_threads` has."""
+    """Return the number of threads that `in_threads` uses."""
     return getattr(_here, "threads", None) or torch.get_num_threads()
 
 
 def in_threads(work: Callable[[int], None], places: range, device: torch.device = _CPU) -> None:
-    """Call ``work`` with each place, in as many threads as PyTorch has; in one where another device does the work.
+    """Call ``work`` with each place, in as many threads as PyTorch has; in one thread if another device does the work.
 
-    While it runs, PyTorch uses one thread for each operation, in all of the process.
+    While it runs, PyTorch uses one thread per operation, in the whole process.
     """
     before = torch.get_num_threads()
     count = min(workers(), len(places)) if device.type == "cpu" else 1
@@ -50,14 +50,14 @@ def in_threads(work: Callable[[int], None], places: range, device: torch.device 
             work(place)
         return
     try:
-        # Each with one thread of PyTorch, or every operation in it would be shared out once more.
+        # One PyTorch thread each, or every operation would be split among threads again.
         with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            # Emptied for its exceptions alone, which `map` raises where a result is taken.
+            # Consumed only for exceptions, which `map` raises when a result is taken.
             deque(pool.map(work, places), maxlen=0)
     finally:
         torch.set_num_threads(before)
 
 
 def on_slices(work: Callable[[slice], None], rows: int, step: int) -> None:
-    """Call ``work`` on slices of at most ``step`` rows, as `in_threads` does."""
+    """Call ``work`` on slices of at most ``step`` rows, in threads like `in_threads`."""
     in_threads(lambda start: work(slice(start, min(start + step, rows))), range(0, rows, step))

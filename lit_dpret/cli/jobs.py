@@ -20,11 +20,11 @@ from lit_dpret.cli.arguments import shown_overrides
 from lit_dpret.errors import ResumeError
 from lit_dpret.tasks.stages import holds_a_run
 
-_VARIED = ("params", "search_space")  # the settings of a sweeper that hold those of its jobs
+_VARIED = ("params", "search_space")  # the settings of a sweeper that contain those of its jobs
 
 
 def swept() -> tuple[list[str], list[list[str]] | None]:
-    """Return the names that ``-m`` varies, and each run's settings; None for these if a sweeper chooses them."""
+    """Return the names that ``-m`` varies, and each run's settings; None for the settings if a sweeper chooses them."""
     known: Any = HydraConfig.get()
     params = [f"{name}={value}" for name, value in (known.sweeper.get("params") or {}).items()]
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
@@ -37,9 +37,9 @@ def swept() -> tuple[list[str], list[list[str]] | None]:
 
 
 def job_name(number: int) -> str:
-    """Name the folder of a job: its unique number, and a word for each varied setting; of a path its last part alone.
+    """Name the folder of a job: its unique number, and a word for each varied setting; for a path, only its last part.
 
-    Cards take the names of folders, and hold no paths.
+    Cards include folder names, and must not contain paths.
     """
     names, _ = swept()
     given = dict(setting.partition("=")[::2] for setting in HydraConfig.get().overrides.task)
@@ -55,7 +55,9 @@ def job_name(number: int) -> str:
 
 
 def settings_folder() -> str | None:
-    """Return where Hydra records the settings of a run; None in a folder that holds one: a refusal changes nothing."""
+    """Return where Hydra records a run's settings; None for a folder with a run: a refusal must not change anything
+    there.
+    """
     known: Any = HydraConfig.get() if HydraConfig.initialized() else None
     return None if known is not None and holds_a_run(Path(known.runtime.output_dir)) else ".hydra"
 
@@ -83,9 +85,9 @@ def begin_what_is_left(cfg: DictConfig) -> None:
 
 
 def refuse_other_proposals(cfg: DictConfig) -> None:
-    """Refuse to go on with the jobs of a sweeper that would propose other settings for their numbers.
+    """Refuse to continue the jobs of a sweeper that would propose other settings for their numbers.
 
-    With a seed a sweeper proposes the same again, job by job, as those that are done return the same results.
+    With a seed, a sweeper proposes the same settings again, job by job, because finished jobs return the same results.
     """
     known: Any = HydraConfig.get()
     if not cfg.resume or is_basic(known) or not holds_a_run(Path(known.sweep.dir)):

@@ -1,6 +1,6 @@
 """Sweeps: many runs from one file, their cost reserved before the first one starts.
 
-The file is a W&B sweep: ``wandb sweep`` and ``wandb agent`` take it as it is. What is here runs the same file
+The file is a W&B sweep, which ``wandb sweep`` and ``wandb agent`` accept unchanged. This package runs the same file
 without a server, and reserves the cost of all trials in the ledger of the data set beforehand.
 """
 

@@ -31,16 +31,16 @@ class Report:
 
     # A row for each finished trial: ``trial``, its settings, ``epsilon`` on its card, and its metrics.
     rows: list[dict[str, Any]]
-    # What all trials have spent together, those that failed too; None where nothing private was spent.
+    # The joint epsilon that all trials spent, failed ones included; None if nothing private was spent.
     epsilon: float | None
-    best: str | None  # the trial that the metric of the sweep names; None without one
-    text: str  # the same for a reader
+    best: str | None  # the best trial by the metric of the sweep; None without a metric
+    text: str  # the report as text
 
 
 def write_report(sweep: SweepFolder) -> Report:
     """Write ``sweep.csv``, ``sweep.md``, ``sweep_report.json`` and, with matplotlib, ``sweep.png``.
 
-    Scores may be measures of private queries, so the files are for their owner alone.
+    Scores may be measures of private queries, so only the owner can read the files.
     """
     rows: list[dict[str, Any]] = [
         {"trial": name, "settings": dict(setting.partition("=")[::2] for setting in found["settings"]),
@@ -71,7 +71,9 @@ def claimed_epsilon(folder: Path) -> float | None:
 
 
 def _spent(sweep: SweepFolder) -> tuple[float | None, str | None]:
-    """The composition of what the trials' ledgers are charged with; where one is gone, of what the data set's says."""
+    """Return the composed charges of the trials' ledgers; for a missing ledger, use the charge in the data set's
+    ledger.
+    """
     budget, ledger = sweep.facts["budget"], sweep.ledger()
     if budget is None:
         return None, None
@@ -83,7 +85,7 @@ def _spent(sweep: SweepFolder) -> tuple[float | None, str | None]:
         found |= {str(record["run_id"]) for record in records if record["kind"] == "plan"}
         if any(record["kind"] == "plan" and record.get("plan") is not None for record in records):
             charges.append(Charge.of(owed_releases(records), EarlierRun.of_start(recorded_start(records))))
-    if ledger is not None and ledger.path.exists():  # a folder that is gone was spent all the same
+    if ledger is not None and ledger.path.exists():  # a deleted folder has still been spent
         charges += [charge for run, charge in ledger.charges_of(sweep.id).items() if run not in found]
     delta, neighbours, accountant = budget["delta"], budget["neighbours"], sweep.facts["accountant"]
     return compose_across_runs(composed(charges), delta=delta, neighbours=neighbours, accountant=accountant)
@@ -100,7 +102,7 @@ def _best(sweep: SweepFolder, rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def differing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names whose values are not the same in all rows; all names where there is one row."""
+    """Return the names whose values differ between rows; all names if there is only one row."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [name for name in names if len(rows) == 1 or len({str(row.get(name)) for row in rows}) > 1]
 
@@ -146,7 +148,7 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Replace infinities by null: JSON has no word for them."""
+    """Replace infinities by null: JSON has no value for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
