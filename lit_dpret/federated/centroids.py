@@ -47,8 +47,8 @@ def table_of(
 ) -> Tensor:
     """Return sums and weighted counts of the rows by nearest centroid, float64, ``(count, dim + 1)``, the count last.
 
-    A row x is bounded to length ``radius`` and adds (x, radius) to its centroid's row. Only the first finite row of a
-    unit counts.
+    A row x is bounded to length ``radius`` and adds (x, radius) to its centroid's row. Only the first row of a unit
+    counts, if it is finite.
 
     Guarantees:
         - Emptying, adding or removing the rows of one unit moves the table by at most ``plan.sensitivity`` (L2), and

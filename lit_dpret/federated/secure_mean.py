@@ -72,7 +72,7 @@ def mean_of(
     """Return the next global weights, given the sum of all clients' vectors.
 
     Guarantees:
-        - No weight moves by more than ``limit`` (before it is rounded to float32), whatever sum arrives.
+        - No weight moves by more than ``limit`` (before rounding to float32), whatever sum arrives.
         - If all clients keep to the limit, the change is within (1 + ``limit``) ``fixed.error`` / W of the weighted
           mean of their changes, where W is the sum of their weights as it arrives here.
     """

@@ -71,7 +71,7 @@ MakeModule = Callable[..., AS2DualEncoder]
 
 @dataclass(frozen=True)
 class Told:
-    """The facts that a silo reports about itself to the server."""
+    """A silo owner's choice of what to report to the server."""
 
     measures: bool = False  # the mean measures and the number of test queries; never under a budget
     # How much of its budget the silo has spent, sent with the measures. It depends on the settings and the number of
@@ -97,7 +97,7 @@ class SiloClient:
         secret_file: Keys the noise; null for the user's state folder.
         credentials: The silo's signing key and the roster; needed and used only with ``roster=true``.
         ledgers: Folder of the ledgers; null for one in ``state``. Epsilon composes over all runs with the same folder.
-        told: The facts that the silo also reports to the server.
+        told: What the silo also reports to the server.
     """
 
     def __init__(

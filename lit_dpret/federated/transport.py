@@ -52,7 +52,7 @@ class FederationRun:
 
 
 Transport = Callable[[FederationRun], FedResult]
-"""Carries one run between a server and its silos.
+"""A function that carries one run between a server and its silos.
 
 Guarantees that callers rely on:
     - Called again with the same run, it continues where it stopped and does not repeat what is finished.

@@ -1,8 +1,8 @@
 """Systems trained several times each, which of them really differ, and the report about it.
 
 A difference is called significant only if it holds across training runs: a system that is better on these queries by
-the luck of its noise is not better. Next to it stands whether the difference also holds across queries. All comparisons
-of one budget and one metric are one family (Holm, 1979).
+the luck of its noise is not better. Whether it also holds across queries is shown next to it. All comparisons of one
+budget and one metric are one family (Holm, 1979).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ModeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far the system ``first`` is above ``second``."""
+    """The difference between two systems: how far ``first`` is above ``second``."""
 
     first: str
     second: str
@@ -321,7 +321,7 @@ PAPER: tuple[float, float] = tuple(by_point("table_3")[row][0] for row in ((MAIN
 
 @dataclass(frozen=True)
 class Share:
-    """How much a system keeps of a bound, a system without privacy."""
+    """The share that a system keeps of a bound, a system without privacy."""
 
     system: str
     bound: str

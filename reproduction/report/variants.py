@@ -316,7 +316,7 @@ def write_study(
 
 
 def equal_negatives(results: Path, picture: Path) -> list[Block]:
-    """Return the report's side part with equally many negatives for all variants, made again from its runs."""
+    """Return the report's side part with equally many negatives for all variants, drawn again from its runs."""
     if not (path := results / "equal_negatives.jsonl").is_file():
         raise DataError(f"{path.name} is not there.")
     judged = read_runs(path)
