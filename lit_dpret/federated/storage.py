@@ -118,8 +118,8 @@ class Served:
 
     Without this record, a server could ask for rounds 0, 1, 0 with different weights each time, and get several updates
     of the same queries. A turn is recorded with the hash of the question before anything is computed. The silo repeats
-    its answer to the same question. It refuses a different question, and earlier rounds after a later one. The record is
-    in the state folder, so it also binds a new server.
+    its answer to the same question. It refuses a different question, and earlier rounds after a later one. The record
+    is in the state folder, so it also binds a new server.
     """
 
     def __init__(self, state: Path) -> None:

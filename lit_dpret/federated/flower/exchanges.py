@@ -76,7 +76,7 @@ class MaskedRound:
 
     def gather(self) -> None:
         """Run phases 1 to 3: collect the masked vectors."""
-        self._need(len(self.numbers), "are there", least=self.least)  # before a silo trains in vain
+        self._need(len(self.numbers), "are there", least=self.least)  # before silos train for nothing
         sent, clients = {"weights": payloads.tensors_record(self.weights)}, list(self._plan.clients)
         contents = {
             name: self._message(sent, round=self.number, number=number, clients=clients)

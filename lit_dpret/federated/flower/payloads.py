@@ -143,7 +143,7 @@ def bytes_record(found: Mapping[int, bytes]) -> ConfigRecord:
 
 
 def bytes_of(content: RecordDict, name: str, whose: str, *, size: int | None = None) -> dict[int, bytes]:
-    """Decode bytes by silo number, each of ``size``; a missing record gives none."""
+    """Decode bytes by silo number, each of ``size``; empty if the record is missing."""
     found: dict[int, bytes] = {}
     for number, value in content.config_records.get(name, {}).items():
         fits = isinstance(value, bytes) and (size is None or len(value) == size)
