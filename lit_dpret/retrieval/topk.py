@@ -1,8 +1,7 @@
 """The order of a ranking, and its k best.
 
-A passage's place is one whole number: its float32 score in the upper half, its rank among equals in the lower.
-Sorting, merging and cutting rankings is then sorting integers, so that what was searched in parts ends in the order
-of the whole.
+A passage's key is one integer: its float32 score in the upper half, its tie-breaking rank in the lower. Sorting,
+merging and cutting rankings is then sorting integers, so a search in parts gives the order of the whole.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.retrieval.metrics import MISSING as MISSING
 
 NO_RANK = 2**32 - 1
-"""The rank of a filler; so many passages and no more can be searched."""
+"""The rank of a filler; at most this many passages can be searched."""
 
 _MAGNITUDE = 0x7FFFFFFF
 
@@ -28,7 +27,7 @@ class TopK(NamedTuple):
     """The best passages of every query, best first.
 
     ``scores`` is float32 of shape ``(queries, k)``, ``indices`` long of the same shape: positions in
-    the list of passages, `MISSING` (with score -inf) where there are no more passages.
+    the list of passages, or `MISSING` (with score -inf) if there are no more passages.
     """
 
     scores: Tensor
@@ -53,27 +52,27 @@ def lexicographic_rank(passage_ids: Sequence[str]) -> Tensor:
 
 
 def packed(scores: Tensor, ranks: Tensor) -> Tensor:
-    """Return keys whose ascending order is: score (float32, no NaN) descending, and for equal scores rank ascending."""
+    """Return keys whose ascending order is: score (float32, no NaN) descending, then rank ascending."""
     bits = (scores + 0.0).view(torch.int32)
     ascending = bits ^ ((bits >> 31) & _MAGNITUDE)
     return ((~ascending).long() << 32) | ranks
 
 
 def unpacked(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores and ranks that `packed` made into ``keys``."""
+    """Return the scores and ranks that `packed` encoded in ``keys``."""
     ascending = ~(keys >> 32).int()
     bits = ascending ^ ((ascending >> 31) & _MAGNITUDE)
     return bits.view(torch.float32), keys & NO_RANK
 
 
 EMPTY = int(packed(torch.tensor([-torch.inf]), torch.tensor([NO_RANK])))
-"""The key that comes behind every passage."""
+"""The key that sorts after every passage."""
 
 
 def smallest(keys: Tensor, count: int) -> Tensor:
-    """Move the ``count`` smallest keys of each row to its front, the largest of them to place ``count - 1``.
+    """Move the ``count`` smallest keys of each row to its front, with the largest of them at index ``count - 1``.
 
-    The rows are rewritten in place; what comes behind is in no order, and on an accelerator is `EMPTY`.
+    The rows are changed in place. The keys after these are in no particular order; on an accelerator they are `EMPTY`.
     """
     if count >= keys.shape[1]:
         return keys
@@ -86,7 +85,7 @@ def smallest(keys: Tensor, count: int) -> Tensor:
 
 
 def ascending(keys: Tensor) -> Tensor:
-    """Sort each row, in place."""
+    """Sort each row in ascending order; on the CPU in place."""
     if keys.device.type == "cpu":
         keys.numpy().sort(axis=1)
         return keys
@@ -109,9 +108,9 @@ def ranked(keys: Tensor, places: Tensor) -> TopK:
 
 
 def merged(parts: Sequence[TopK], k: int, *, tie_rank: Tensor) -> TopK:
-    """Merge the ``k`` best of rankings of shards of the passages, for the same queries, as if searched together.
+    """Merge rankings of shards of the passages into the ``k`` best for the same queries, as if searched together.
 
-    Indices are counted over all shards; each ranking must go down to rank ``k`` or hold its whole shard.
+    Indices count over all shards; each ranking must reach rank ``k`` or cover its whole shard.
     """
     if not parts or k < 1 or len({len(part.scores) for part in parts}) != 1:
         raise ConfigurationError(f"{len(parts)} rankings cannot be merged into one of k={k} for the same queries.")
@@ -126,9 +125,9 @@ def first_k(keys: Tensor, k: int, places: Tensor) -> TopK:
 
 
 def best_of(top: TopK, k: int, tie_rank: Tensor | None) -> TopK:
-    """Return the first ``k`` of rankings in any order, on the CPU; without ``tie_rank`` an index is its rank.
+    """Return the first ``k`` of rankings in any order, on the CPU; without ``tie_rank`` an index is its own rank.
 
-    It is `first_k` for few rankings, for which NumPy starts sooner than PyTorch, and the inverse of a rank takes long.
+    This is `first_k` for few rankings: NumPy starts sooner than PyTorch, and inverting a rank takes long.
     """
     scores, places = top.scores.numpy() + np.float32(0.0), top.indices.numpy()
     bits = scores.view(np.int32)
@@ -160,18 +159,18 @@ def top_k_of(scores: Tensor, k: int, tie_rank: Tensor) -> TopK:
     return TopK(scores[kept][order][None], kept[order][None])
 
 
-_SPARE = 2  # a row holds so many times its width more before it is cut back
+_SPARE = 2  # a row holds this many times its width in extra keys before it is cut back
 
 
 class CandidateBuffer:
     """The passages with the ``width`` highest scores so far, for each query.
 
     Guarantees:
-        - Every passage that is not among `indices` scored at most the row's ``floor``, or less than
-          what ``add`` was told for it.
+        - Every passage that is not among `indices` scored at most the row's ``floor``, or less than the ``at_least``
+          passed to `add` for it.
 
-    ``width`` passages of each query are certain to be kept. ``floor`` is for each query a score below which nothing
-    is kept; so low that ``width`` passages exceed it, or the row ends with fewer (``count``).
+    The best ``width`` passages of each query are certain to be kept. ``floor`` is for each query a score below which
+    nothing is kept; it is low enough that ``width`` passages exceed it, or the row ends with fewer (``count``).
     """
 
     def __init__(self, queries: int, width: int, device: torch.device, floor: Tensor | None = None) -> None:
@@ -183,8 +182,8 @@ class CandidateBuffer:
     def add(self, rows: slice, scores: Tensor, start: int, at_least: Tensor | None = None) -> None:
         """Add the scores of some queries for consecutive passages.
 
-        ``scores`` are float32 or bfloat16, ``(rows, passages)``, on the device, ``start`` is the index of the first
-        passage; below ``at_least``, a score for each query, a passage is of no interest.
+        ``scores`` are float32 or bfloat16, ``(rows, passages)``, on the device. ``start`` is the index of the first
+        passage. Passages below ``at_least``, a score for each query, are ignored.
         """
         step = _SPARE * self.width
         if scores.shape[1] > step and bool((self.floor[rows] == float("-inf")).any()):  # nothing to compare with yet
@@ -205,9 +204,9 @@ class CandidateBuffer:
         self.count[rows] += fresh
 
     def indices(self, k: int = 0, margin: Tensor | None = None) -> Tensor:
-        """Return the remaining passages, unordered, ``(queries, width)``, on the CPU; `MISSING` as filler.
+        """Return the remaining passages, unordered, ``(queries, width)``, on the CPU, padded with `MISSING`.
 
-        With ``margin``, for each query, those that score more than it below the ``k``-th best are left out.
+        With ``margin``, a value for each query, drop those more than that below the ``k``-th best score.
         """
         self._cut(slice(0, len(self.keys)))
         scores, ranks = unpacked(self.keys[:, : self.width])
@@ -217,9 +216,9 @@ class CandidateBuffer:
         return ranks.masked_fill_(out, MISSING).cpu()
 
     def _above(self, rows: slice, scores: Tensor, at_least: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Row and column of every score that matters, and how many there are in each row."""
+        """Return the row and column of every score that matters, and their number in each row."""
         floor = self.floor[rows] if at_least is None else torch.maximum(self.floor[rows], at_least)
-        floor = floor.to(scores.dtype)  # rounding keeps the order, so what reaches the floor reaches it rounded
+        floor = floor.to(scores.dtype)  # rounding keeps the order: what reaches the floor, reaches it rounded
         if scores.device.type == "cpu":
             hits = torch.from_numpy(nonzero(np.greater_equal(*_comparable(scores, floor))))
         else:
@@ -244,13 +243,13 @@ def _comparable(scores: Tensor, floor: Tensor) -> tuple[np.ndarray, np.ndarray]:
     floor = floor[:, None]
     if scores.dtype != torch.bfloat16:
         return scores.numpy(), floor.numpy()
-    if bool((floor > 0).all()):  # there the bits have the order of the numbers
+    if bool((floor > 0).all()):  # then the bits have the order of the numbers
         return scores.view(torch.int16).numpy(), floor.view(torch.int16).numpy()
     return scores.float().numpy(), floor.float().numpy()
 
 
 def nonzero(mask: np.ndarray) -> np.ndarray:
-    """``flatnonzero`` of a mask nearly all of which is false: eight places are passed over at a time."""
+    """Return ``flatnonzero`` of a mask that is nearly all false, skipping eight positions at a time."""
     flat = mask.reshape(-1)
     if len(flat) % 8:
         return np.flatnonzero(flat)

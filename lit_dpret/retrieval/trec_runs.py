@@ -1,7 +1,7 @@
-"""Runs: the results of a system for every query, on disk and as numbers.
+"""Runs: a system's results for every query, on disk and as numbers.
 
-trec_eval re-sorts a run by score and ignores the rank column, so scores are written to read back as the same
-float32.
+trec_eval re-sorts a run by score and ignores the rank column. So scores are written such that they read back as the
+same float32 values.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Ranking:
     """The result of `search`, with ids.
 
     Raises:
-        DataError: The number of rows and of query ids differ, a query or passage id occurs twice, a row
-            returns one passage twice, an index is not a passage's, or a score is NaN.
+        DataError: The numbers of rows and query ids differ, a query or passage id occurs twice, a row
+            returns one passage twice, an index is not that of a passage, or a score is NaN.
     """
 
     query_ids: Sequence[str]
@@ -75,8 +75,8 @@ class Ranking:
 class EvaluationResult:
     """The evaluation of a run.
 
-    ``per_query`` speaks of single queries: where those are private, so is it. ``means`` and
-    ``intervals`` of private queries are not covered by a privacy guarantee either.
+    ``per_query`` describes single queries: if those are private, so is it. No privacy guarantee covers ``means`` and
+    ``intervals`` of private queries either.
     """
 
     query_ids: tuple[str, ...]  # the judged queries, in the order of the judgements
@@ -117,21 +117,21 @@ def evaluate(
     Guarantees:
         - Every value equals trec_eval's: graded nDCG with linear gain, uncapped recall, ``map_cut``, ``P`` and
           ``success``, ties by float32 score and then by passage id, both descending; mrr@k on the run cut at k.
-        - Means are over all queries of ``qrels``, as ``trec_eval -c``: a query without hits, and one
-          without a relevant passage, counts as 0. Queries outside ``qrels`` do not count.
-        - A run as plain data may come in any order; a `Ranking` is taken in the order it has.
+        - Means are over all queries of ``qrels``, as in ``trec_eval -c``: a query without hits, or without a relevant
+          passage, counts as 0. Queries outside ``qrels`` do not count.
+        - A run as plain data may be in any order; a `Ranking` is taken in its own order.
 
     Args:
         run: Scores by query and passage id, or a `Ranking`.
         qrels: Grades by query and passage id.
-        metrics: What `Metric.parse` reads, at any cut-offs.
+        metrics: Names that `Metric.parse` reads, with any cut-offs.
         resamples: Resamples of the bootstrap.
         seed: The seed of the bootstrap.
 
     Raises:
         ConfigurationError: A metric is unknown, or names a rank deeper than a `Ranking` reaches.
-        DataError: There are no judgements, a score is NaN, or the run answers none of the judged queries, as
-            one of another data set or split would.
+        DataError: There are no judgements, a score is NaN, or the run answers none of the judged queries, as a run on
+            another data set or split would.
     """
     wanted = [Metric.parse(name) for name in metrics]
     query_ids = tuple(qrels)
@@ -190,8 +190,8 @@ def _sorted_as_trec_eval(query: str, scores: Mapping[str, float]) -> list[str]:
 def write_run(path: str | Path, run: Run | Ranking, tag: str = "lit-dpret") -> None:
     """Write a run as ``query Q0 passage rank score tag`` lines, best first.
 
-    `read_run` gives back the same float32 scores, and trec_eval sorts the file as we do. The file appears whole or
-    not at all. An id that is empty or holds white space, which the format cannot carry, is refused.
+    `read_run` returns the same float32 scores, and trec_eval sorts the file as we do. The file appears whole or not at
+    all. The format cannot carry an id that is empty or contains white space; such an id is refused.
     """
     plain = run.to_run() if isinstance(run, Ranking) else run
     lines: list[str] = []
@@ -222,7 +222,7 @@ def read_run(path: str | Path) -> dict[str, dict[str, float]]:
 
 
 def read_qrels(path: str | Path) -> dict[str, dict[str, int]]:
-    """Read the judgements of a file, ``{query_id: {passage_id: grade}}``, in its order. An error names the line."""
+    """Read the judgements of a file, ``{query_id: {passage_id: grade}}``, in file order. An error names the line."""
     qrels: dict[str, dict[str, int]] = {}
     for number, (where, fields) in enumerate(_lines(path, "judgements")):
         if number == 0 and fields[0] in ("query-id", "query_id"):
@@ -243,7 +243,7 @@ def read_qrels(path: str | Path) -> dict[str, dict[str, int]]:
 
 
 def _lines(path: str | Path, what: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the place and the fields of each line that has any."""
+    """Yield the location and the fields of each non-blank line."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -270,10 +270,10 @@ def check_qrels(qrels: Qrels, *, query_ids: Collection[str], passage_ids: Collec
 def without_self_matches(ranking: Ranking, k: int) -> Ranking:
     """Return the first ``k`` columns of the ranking without passages that have their query's id.
 
-    Rank to ``k + 1`` before: each row loses its self-match, or else its last passage. Where the ranking is not that
-    deep because there are no more passages, a row that lost one ends in a filler.
+    Rank to ``k + 1`` first: each row drops its self-match or, without one, its last passage. If the ranking is shorter
+    because there are no more passages, a row that dropped a self-match ends in a filler.
     """
-    import torch  # takes seconds, which who reads files of runs need not pay
+    import torch  # takes seconds, which code that only reads run files need not spend
 
     from lit_dpret.retrieval.topk import TopK
 
@@ -291,9 +291,9 @@ def without_self_matches(ranking: Ranking, k: int) -> Ranking:
 def write_evaluation(
     folder: Path, *, ranking: Ranking, qrels: Qrels, result: EvaluationResult, facts: Mapping[str, Any], name: str
 ) -> Path:
-    """Write the ranking as a TREC run, the judgements, the values per query, and the summary last; return its path.
+    """Write the ranking as a TREC run, the judgements, the values per query and, last, the summary; return its path.
 
-    Where an id holds white space, which TREC's format cannot carry, run and judgements are left out and the summary
+    If an id contains white space, which TREC's format cannot carry, run and judgements are omitted and the summary
     says so.
     """
     names = [*ranking.query_ids, *ranking.passage_ids, *qrels, *(p for judged in qrels.values() for p in judged)]
@@ -311,7 +311,7 @@ def write_evaluation(
 
 
 def read_per_query(folder: Path, metrics: Sequence[str]) -> dict[str, Values]:
-    """Return the values that `write_evaluation` left in a folder, one per query in order, by metric."""
+    """Return the values that `write_evaluation` wrote to a folder, one per query in order, by metric."""
     path = folder / PER_QUERY
     try:
         header, *lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
@@ -325,7 +325,7 @@ def read_per_query(folder: Path, metrics: Sequence[str]) -> dict[str, Values]:
 def find_runs(path: Path) -> dict[str, Path]:
     """Return the TREC runs at a path: the file itself, or those of a folder by data set.
 
-    A folder of ``task=evaluate`` has one run, that of ``task=zero_shot`` one in each subfolder.
+    A folder of ``task=evaluate`` has one run; a folder of ``task=zero_shot`` has one in each subfolder.
     """
     if path.is_file():
         return {path.stem: path}

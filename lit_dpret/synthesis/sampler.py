@@ -1,8 +1,8 @@
 """Nucleus sampling in which every random number belongs to one query, independent of batches.
 
-The numbers of query (passage, draw) are a stream of their own, keyed by a hash of (seed, passage id, draw); the seed is
-public. The nucleus (Holtzman et al., 2020, section 3.1) is the smallest set of most probable tokens of mass p, equal
-ones by id, in float64. Logits depend, in their last bits, on the shape of the batch, which `groups` fixes.
+The numbers of a query (passage, draw) form a separate stream, keyed by a hash of (seed, passage id, draw); the seed is
+public. The nucleus (Holtzman et al., 2020, section 3.1) is the smallest set of most probable tokens with mass p, in
+float64; equal tokens are ordered by id. The last bits of logits depend on the shape of the batch, which `groups` fixes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.settings import require_number, require_whole
 from lit_dpret.synthesis.prefill import Prefilled
 
-HEADS = (256, 2048)  # so many of the largest scores are looked at before the whole vocabulary is
+HEADS = (256, 2048)  # this many of the largest scores are tried before the whole vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class Decoding:
     top_p: float = 0.8  # mass of the nucleus; 1 samples from the whole distribution
     temperature: float = 1.0  # divides the logits before the nucleus is taken
     top_k: int | None = None  # keep this many tokens before the nucleus is taken; null keeps all
-    max_new_tokens: int = 128  # longest query, the end mark included
-    min_new_tokens: int = 1  # tokens before the end mark may come
+    max_new_tokens: int = 128  # length of the longest query, including the end mark
+    min_new_tokens: int = 1  # tokens before the end mark may be drawn
 
     def __post_init__(self) -> None:
         if not 0 < self.top_p <= 1:
@@ -51,14 +51,14 @@ class Sampled:
     """One drawn sequence."""
 
     tokens: list[int]  # token ids, without the end mark
-    # Log probability (nats) of all drawn tokens, the end mark included, under the model itself: before temperature and
+    # Log probability (nats) of all drawn tokens, including the end mark, under the model itself: before temperature and
     # truncation.
     log_prob: float
-    finished: bool  # whether the end mark, or a line break, was drawn
+    finished: bool  # whether the end mark or a line break was drawn
 
 
 def uniforms(seed: int, passage_id: str, draw: int, count: int) -> np.ndarray:
-    """Return the first ``count`` numbers in [0, 1) of one query's stream; longer streams have the same start."""
+    """Return the first ``count`` numbers in [0, 1) of one query's stream; a larger count only extends them."""
     message = f"lit-dpret/generation\x1f{seed}\x1f{draw}\x1f{passage_id}".encode("utf-8", "surrogatepass")
     key = int.from_bytes(hashlib.blake2b(message, digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key)).random(count)
@@ -69,8 +69,8 @@ def choose_tokens(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Choose a token per row of logits, ``(rows, vocabulary)``, by inverting its nucleus's distribution function.
 
-    Returns token ids and their log probabilities under the untouched logits, both ``(rows,)``. A token depends on
-    the row's logits and number alone, and has its probability inside the nucleus, up to float64 rounding.
+    Return token ids and their log probabilities under the unmodified logits, both ``(rows,)``. A token depends only on
+    its row's logits and number, and has its probability inside the nucleus, up to float64 rounding.
     """
     log_mass = torch.logsumexp(logits.double(), dim=1)
     if not bool(torch.isfinite(log_mass).all()):
@@ -108,7 +108,7 @@ def choose_tokens(
 
 
 def _largest(scores: Tensor, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ``width`` largest scores of each row in float64, and their ids; equal scores by id."""
+    """Return the ``width`` largest scores of each row in float64, and their ids; equal scores are ordered by id."""
     if width == scores.shape[1]:
         ranked, order = torch.sort(scores, dim=1, descending=True, stable=True)
         return ranked.double().cpu().numpy(), order.cpu().numpy()
@@ -124,10 +124,10 @@ def _largest(scores: Tensor, width: int) -> tuple[np.ndarray, np.ndarray]:
 def _from_nucleus(
     values: np.ndarray, ids: np.ndarray, mass: np.ndarray, numbers: np.ndarray, decoding: Decoding, *, whole: bool
 ) -> np.ndarray:
-    """Return tokens by row, or -1 where the ``values`` given, the largest ones in order, do not settle the nucleus.
+    """Return a token for each row, or -1 where ``values``, the largest ones in order, do not determine the nucleus.
 
-    Among values equal to the smallest one given, which ids were given is arbitrary (``topk`` breaks
-    ties as it likes), so a nucleus that reaches them is not settled unless ``whole``.
+    Which ids are given for values equal to the smallest one is arbitrary (``topk`` breaks ties arbitrarily). So a
+    nucleus that reaches those values is not determined unless ``whole``.
     """
     allowed = np.isfinite(values)
     settled = np.ones(len(values), dtype=bool)
@@ -147,7 +147,7 @@ def _from_nucleus(
         settled &= last > values[:, -1]
     total = np.take_along_axis(cumulated, size[:, None] - 1, 1)
     index = (cumulated <= numbers[:, None] * total).sum(axis=1)
-    index = np.minimum(index, size - 1)  # rounding may carry u * total up to total
+    index = np.minimum(index, size - 1)  # rounding may raise u * total to total
     return np.where(settled, np.take_along_axis(ids, index[:, None], 1)[:, 0], -1)
 
 
@@ -158,15 +158,15 @@ def decode(
 ) -> list[Sampled]:  # fmt: skip
     """Draw one sequence per row with a key-value cache; finished rows leave the batch.
 
-    ``numbers`` are uniform, shape ``(rows, at least max_new_tokens)``. The tokens ``line_breaks`` end a query as the
-    model's end mark does.
+    ``numbers`` are uniform, shape ``(rows, at least max_new_tokens)``. The tokens ``line_breaks`` end a query just as
+    the model's end mark does.
     """
     rows = len(passages)
     ends = [*end_marks(model), *line_breaks]
     sequences: list[list[int]] = [[] for _ in range(rows)]
     log_probs = np.zeros(rows)
     finished = np.zeros(rows, dtype=bool)
-    alive = np.arange(rows)  # the row that stands at each place of the shrinking batch
+    alive = np.arange(rows)  # the original row of each row of the shrinking batch
     writing = passages.begin()
     logits = writing.first()
     for position in range(decoding.max_new_tokens):
@@ -199,34 +199,34 @@ def end_marks(model: PreTrainedModel) -> list[int]:
 
 
 _BUCKETS = 2048
-_DEPTH = 40.0  # scores so far below the largest, in nats, share the last bucket
+_DEPTH = 40.0  # scores this many nats or more below the largest share the last bucket
 
 
 def from_nucleus_unsorted(scores: np.ndarray, log_mass: float, u: float, top_p: float) -> int:
     """Return the token at ``u`` of the distribution function of one row's nucleus, in the order of (score, id).
 
-    Sorting a flat distribution in every step takes longer than the model. Only two places of the order are wanted:
-    where the nucleus ends, and where the drawn token stands. So scores ``(vocabulary,)`` are dropped into buckets
-    by size, masses are added up bucket by bucket, and the one or two buckets that hold these places are sorted.
-    ``log_mass`` is the scores' log-sum-exp.
+    Sorting a flat distribution at every step takes longer than the model. Only two positions in the order are needed:
+    the end of the nucleus and that of the drawn token. So scores ``(vocabulary,)`` are put into buckets by size, masses
+    are summed per bucket, and only the one or two buckets with these positions are sorted. ``log_mass`` is the
+    log-sum-exp of the scores.
     """
     depth = scores.max() - scores
     finite = depth < np.inf
     span = min(float(depth[finite].max()), _DEPTH)
     scale = (_BUCKETS - 1) / span if span > 0 else 0.0
-    with np.errstate(invalid="ignore"):  # inf * 0: a row of equal scores with forbidden ones
+    with np.errstate(invalid="ignore"):  # inf * 0: a row whose allowed scores are all equal
         bucket = np.where(finite, np.minimum(depth * scale, _BUCKETS - 1), _BUCKETS).astype(np.int64)
     probabilities = np.exp(scores - log_mass)
     through = np.cumsum(np.bincount(bucket, weights=probabilities, minlength=_BUCKETS)[:_BUCKETS])
 
     def within(number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens of one bucket in order, and the mass up to and with each of them."""
+        """Return the tokens of one bucket in order, and the cumulative mass up to and including each of them."""
         ids = np.flatnonzero(bucket == number)
         ids = ids[np.argsort(-scores[ids], kind="stable")]
         before = through[number - 1] if number else 0.0
         return ids, before + np.cumsum(probabilities[ids])
 
-    end = int(np.searchsorted(through, top_p))  # the first bucket with which the nucleus is full
+    end = int(np.searchsorted(through, top_p))  # the bucket in which the nucleus reaches top_p
     end = min(end, int(bucket[finite].max()))  # rounding may keep the whole vocabulary from reaching top_p
     ids, cumulated = within(end)
     last = min(int(np.searchsorted(cumulated, top_p)), len(ids) - 1)
@@ -246,8 +246,7 @@ class TargetScores:
     """Log probabilities (nats) of the tokens of some targets; zero after the end of a target."""
 
     log_probs: Tensor  # under the model, shape ``(targets, tokens)``, float64
-    # Under the decoding, of the same shape: minus infinity where the nucleus leaves a token out. None where no decoding
-    # was given.
+    # Under the decoding, same shape: minus infinity for a token outside the nucleus. None if no decoding was given.
     drawn: Tensor | None
 
 
@@ -256,10 +255,10 @@ def target_scores(
     model: PreTrainedModel, passages: Prefilled, targets: Sequence[Sequence[int]], decoding: Decoding | None = None,
     *, line_breaks: Sequence[int] = (),
 ) -> TargetScores:  # fmt: skip
-    """Score each token of each target, given those before it and its passage (teacher forcing).
+    """Score each token of each target, given the tokens before it and its passage (teacher forcing).
 
-    There is one passage for every target, or one for all of them. With ``decoding`` targets are also scored under
-    this way of sampling.
+    ``passages`` has one passage per target, or one for all of them. With ``decoding``, targets are also scored under
+    that way of sampling.
     """
     width = max(map(len, targets))
     log_probs = torch.zeros(len(targets), width, dtype=torch.float64)
@@ -286,7 +285,7 @@ def target_scores(
 def drawn_log_probs(logits: Tensor, tokens: Tensor, decoding: Decoding, *, ends: Sequence[int] = ()) -> Tensor:
     """Return the log probability (nats) with which the sampler draws each token, float64 ``(tokens,)``.
 
-    A token outside the nucleus, or after ``max_new_tokens``, is not drawn; nor are ``ends`` before
+    The probability of a token outside the nucleus, or after ``max_new_tokens``, is 0; so is that of ``ends`` before
     ``min_new_tokens``. ``logits`` are ``(tokens, vocabulary)``, from the first position on.
     """
     scaled = logits.double() / decoding.temperature
@@ -297,7 +296,7 @@ def drawn_log_probs(logits: Tensor, tokens: Tensor, decoding: Decoding, *, ends:
         values[:, decoding.top_k :] = -math.inf
     probabilities = values.softmax(1)
     cumulated = probabilities.cumsum(1)
-    size = (cumulated < decoding.top_p).sum(1).clamp(max=values.shape[1] - 1)  # places before the one that reaches it
+    size = (cumulated < decoding.top_p).sum(1).clamp(max=values.shape[1] - 1)  # positions before the one reaching it
     place = (ids == tokens[:, None]).int().argmax(1)
     total = cumulated.gather(1, size[:, None])[:, 0]
     found = probabilities.gather(1, place[:, None])[:, 0] / total

@@ -1,4 +1,4 @@
-"""``assert_private``: does this training step satisfy the assumptions of an (eps, delta) claim?"""
+"""``assert_private``: test whether a training step satisfies the assumptions of an (eps, delta) claim."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 class PrivacyReport:
     """Measurements of ``assert_private`` on a module that passed."""
 
-    sensitivity: float  # the most that one unit moved the sum, over the bound; at most 1 up to rounding
-    noise: float  # the measured standard deviation of the noise over the planned one
-    eps_lower_bound: float  # what the statistical audit could show; at most ``eps``
+    sensitivity: float  # the most that one unit moved the sum, divided by the bound; at most 1 up to rounding
+    noise: float  # the measured standard deviation of the noise, divided by the planned one
+    eps_lower_bound: float  # the lower bound that the statistical audit found; at most ``eps``
     eps: float
     delta: float
 
@@ -37,7 +37,7 @@ class Effort:
     """The amount of testing."""
 
     max_units: int = 8  # how many units are tried one by one
-    trials: int = 500  # releases of each of two neighbouring inputs in the statistical audit
+    trials: int = 500  # releases of each of the two neighbouring inputs in the statistical audit
     seed: int = 0  # keys all randomness: the same seed gives the same result
 
 
@@ -54,41 +54,40 @@ def assert_private(
 ) -> PrivacyReport:
     """Test a module's own training step on a few rows of data.
 
-    What is tested is one logical step over the whole batch, its noise calibrated so that this one step
-    is (eps, delta)-DP:
+    The test runs one logical step over the whole batch, with noise calibrated so that this one step is
+    (eps, delta)-DP:
 
-    * *noise*: with no data at all, each coordinate of each trainable parameter gets noise of the
-      planned deviation, new in each step, attempt and parameter; with data, the same, once per step.
-    * *independence*: what a unit adds to the sum is the same alone, in company, in any physical batch size and
-      beside padding.
-    * *sensitivity*: two batches that differ in one unit, run with the same randomness, move the sum,
-      and what the optimizer gets, by at most the clipping bound (twice that for a replaced unit).
-    * *epsilon*: repeated on two neighbouring batches, the releases cannot be told apart better than
+    * *noise*: without any data, each coordinate of each trainable parameter gets noise of the planned
+      deviation, fresh in each step, attempt and parameter. With data it gets the same, once per step.
+    * *independence*: a unit adds the same to the sum alone, with other units, in any physical batch size and
+      next to padding.
+    * *sensitivity*: two batches that differ in one unit, run with the same randomness, move the sum and the
+      optimizer's input by at most the clipping bound (twice that for a replaced unit).
+    * *epsilon*: the releases of two neighbouring batches, over repeated runs, cannot be distinguished better than
       (eps, delta) allows.
 
-    What is not tested: how batches are drawn, the accountant's number over many steps, and whatever a
-    run lets out beside its updates. The weights of the module are not changed.
+    It does not test how batches are drawn, the accountant's result over many steps, or what a run reveals in addition
+    to its updates. The weights of the module are not changed.
 
     Args:
-        module: A ``PrivateModule``, whose ``privacy`` mode is put to the test; or any module, with
-            ``per_row_loss``.
-        batch: A dict of tensors whose first axis is the rows, what ``per_row_loss`` takes; or a list of rows
-            for the module's ``collate_rows``, which then also tests padding that depends on the batch. A loss that
-            couples many rows and not few needs as many as a physical batch has.
+        module: A ``PrivateModule``, whose ``privacy`` mode is tested; or any module, with ``per_row_loss``.
+        batch: A dict of tensors whose first axis is the rows, as ``per_row_loss`` takes it; or a list of rows
+            for the module's ``collate_rows``, which also tests padding that depends on the batch. To catch a loss
+            that couples rows only when there are many, pass as many rows as a physical batch has.
         eps: The claim for one step; the audit can refute values up to 3.6 with the default ``trials``.
         delta: The claim.
-        per_row_loss: For a module that is not a ``PrivateModule``: the loss of each row, ``(rows,)``.
-        privacy: With ``per_row_loss``: the mode; ``DPSGD(eps=eps)`` if left out.
-        unit_ids: The unit of each row, ``(rows,)``, from 0 without gaps; each row its own if left out.
+        per_row_loss: The loss of each row, ``(rows,)``, for a module that is not a ``PrivateModule``.
+        privacy: The mode to use with ``per_row_loss``; ``DPSGD(eps=eps)`` by default.
+        unit_ids: The unit of each row, ``(rows,)``, from 0 without gaps; by default each row is a unit.
         effort: ``max_units``, ``trials`` and ``seed`` of `Effort`.
 
     Returns:
-        What was measured.
+        The measurements.
 
     Raises:
         PrivacyViolation: An ``AssertionError`` whose first word is the property that does not hold.
         ConfigurationError: The test could not fail (too few units, rows without a gradient, too few trials), or
-            something is missing or no tensor.
+            something is missing or not a tensor.
 
     Example:
         >>> import torch
@@ -100,7 +99,7 @@ def assert_private(
         >>> report.eps_lower_bound <= 1.0
         True
     """
-    __tracebackhide__ = True  # pytest shows the line of the test, and not what is below
+    __tracebackhide__ = True  # pytest shows the line of the test, not the frames below
     try:
         if other := sorted(effort.keys() - Effort.__dataclass_fields__.keys()):
             takes = ", ".join(Effort.__dataclass_fields__)
@@ -135,7 +134,7 @@ def _tested(
         engine=mode.engine,
         mode=mode.name,
     )
-    if type(mode).plan is not DPSGD.plan:  # a mode of one's own states its own
+    if type(mode).plan is not DPSGD.plan:  # a custom mode states its own sensitivity
         plan = replace(plan, sensitivity=_sensitivity(mode, tested))
     with probing(tested, inputs, plan, tried.seed) as probe:
         noise = check_noise_of_empty_steps(probe)
@@ -148,15 +147,15 @@ def _tested(
 
 
 def _sensitivity(mode: Any, module: PrivateModule) -> float:
-    """Return how far one unit moves the sum by the mode's own plan, which may not be ``max_grad_norm``."""
+    """Return how far one unit moves the sum by the mode's own plan; it may differ from ``max_grad_norm``."""
     asked = copy.copy(mode)
-    asked.noise_multiplier = 1.0  # nothing is to be calibrated
+    asked.noise_multiplier = 1.0  # nothing needs to be calibrated
     request = PlainSamplingRequest(sampling="poisson", expected_batch_size=1)
     return float(asked.plan(request, units=10**9, steps=1, module=module).sensitivity)
 
 
 class _Wrapped(PrivateModule):
-    """Somebody's module with somebody's loss, as a ``PrivateModule``."""
+    """Any module with a given loss, as a ``PrivateModule``."""
 
     def __init__(self, inner: nn.Module, loss: Callable[[Any], Tensor], privacy: DPSGD) -> None:
         super().__init__(privacy=privacy, optimizer=OptimizerSpec())

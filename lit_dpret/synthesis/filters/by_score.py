@@ -1,8 +1,8 @@
 """Filters for synthetic queries by scores that use only released queries and public models.
 
-Every filter gives each query a score, the higher the better, and keeps some by it. The scores may be
-published, tuned on and looked at as often as one likes: they cost no privacy, because nothing private
-enters them (`lit_dpret.synthesis.filters.released`).
+Every filter scores each query, higher is better, and keeps some queries by score. The scores may be published, tuned on
+and inspected without limit: they cost no privacy, because nothing private enters them
+(`lit_dpret.synthesis.filters.released`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]
 
 
 class Ranks(Protocol):
-    """A retriever: `lit_dpret.tasks.Ranker`, or your own."""
+    """A retriever: `lit_dpret.tasks.Ranker`, or a custom one."""
 
     encoder: str
 
@@ -44,20 +44,20 @@ class QueryFilter(ABC):
     Guarantees:
         - `choose` is a function of released queries, public passages and models whose training the
           queries' claim covers; anything else raises before the first query is scored.
-        - Queries that score alike are treated alike, but for `BestOf` and a share, which fall back to the
+        - Queries with equal scores are treated alike, except by `BestOf` and by a share, which fall back to the
           order of the data set.
     """
 
     name: str = "filter"
     device: str = "cpu"
-    """Where it computes, for the card."""
+    """The device that it computes on, for the card."""
 
     @abstractmethod
     def check(self, released: ReleasedQueries) -> list[Assumption]:
         """Refuse, before expensive work, models whose training the claim of these queries does not cover.
 
         Returns:
-            What the claim takes on trust where the filter is used.
+            The assumptions that the claim takes on trust if the filter is used.
         """
 
     @abstractmethod
@@ -66,21 +66,21 @@ class QueryFilter(ABC):
 
     @abstractmethod
     def keep(self, released: ReleasedQueries, scores: np.ndarray) -> np.ndarray:
-        """Return booleans ``(queries,)``: which queries to keep by their scores."""
+        """Return a mask ``(queries,)`` of the queries to keep by their scores."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Return its settings, for the card: plain JSON values."""
+        """Return its settings for the card, as plain JSON values."""
 
     def claim(self, released: ReleasedQueries) -> Path | None:
         """Return a folder whose card covers the kept queries; None if the queries' own card does.
 
-        A filter that looks at one more release of private data names the card that composes both.
+        A filter that reads one more release of private data names the card that composes both.
         """
         return None
 
     def choose(self, released: ReleasedQueries, progress: Progress | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return scores, and which queries to keep.
+        """Return the scores, and a mask of the queries to keep.
 
         Raises:
             PrivateDataError: ``released`` is not a `ReleasedQueries`, or a model is not covered by their claim.
@@ -101,15 +101,15 @@ class QueryFilter(ABC):
 class RoundTrip(QueryFilter):
     """Keep queries that retrieve their own passage among the first ``k`` (Dai et al., "Promptagator", 2022, 3.2).
 
-    The score is minus the rank, from -1 for the first place; -inf where the passage is not among the ``k``.
+    The score is minus the rank, from -1 for rank 1; -inf if the passage is not among the ``k``.
     """
 
     name = "round_trip"
 
     ranker: Ranks  # ranks the passages of the data set for each query
     _: KW_ONLY
-    k: int = 10  # how far down the own passage may stand
-    encoder_is_public: bool = False  # declares that nothing private went into an encoder without privacy card
+    k: int = 10  # the lowest rank that the query's own passage may have
+    encoder_is_public: bool = False  # declares that nothing private went into an encoder without a privacy card
 
     def __post_init__(self) -> None:
         require_whole("task.filters.round_trip", self, 1, "k")
@@ -136,13 +136,13 @@ class RoundTrip(QueryFilter):
 
 @dataclass(eq=False, kw_only=True)
 class _ByThreshold(QueryFilter):
-    """Keeps the best share, or all above a score."""
+    """Keep the best share, or all at or above a score."""
 
     keep_share: float | None = None  # the best share, in (0, 1]; InPars keeps a tenth
-    min_score: float | None = None  # or every query that scores as much
+    min_score: float | None = None  # or every query with at least this score
     batch_size: int = 32  # pairs per forward pass
     device: str = "cpu"  # where the model computes
-    workers: int = 0  # processes of a Ray cluster that score, each with the model; 0 scores in this one
+    workers: int = 0  # Ray processes that score, each with the model; 0 scores in this process
 
     def __post_init__(self) -> None:
         share = self.keep_share
@@ -174,16 +174,16 @@ class _ByThreshold(QueryFilter):
 class LanguageModelScore(_ByThreshold):
     """Keep queries that a language model finds likely for their passage (Bonifacio et al., "InPars", 2022, 3).
 
-    The score is the mean log probability in nats of the query's tokens, its end mark included, given the passage.
+    The score is the mean log probability in nats of the query's tokens, including its end mark, given the passage.
     """
 
     name = "language_model"
 
     model: str | Path | None = None
-    """A sequence-to-sequence model: the folder of the generator itself, whose prompt and lengths then hold, or a
-    public one. Null takes what the data set recorded, over the number of words plus one."""
-    model_is_public: bool = False  # declares that nothing private went into a model without privacy card
-    prompt: str = ""  # put before every passage, for a model that is not a generator of ours
+    """A sequence-to-sequence model: the folder of the generator itself, whose prompt and lengths then apply, or a
+    public model. Null uses the log probability that the data set records, divided by the number of words plus one."""
+    model_is_public: bool = False  # declares that nothing private went into a model without a privacy card
+    prompt: str = ""  # put before every passage, for a model that is not one of our generators
 
     def check(self, released: ReleasedQueries) -> list[Assumption]:
         if self.model is not None:
@@ -217,7 +217,7 @@ class CrossEncoderScore(_ByThreshold):
     model: str | Path  # the cross-encoder: a folder or a hub name
     _: KW_ONLY
     model_is_public: bool = False  # declares that nothing private went into it
-    max_length: int | None = None  # tokens of a pair that are read; null for what the folder says
+    max_length: int | None = None  # tokens of a pair that are read; null uses the folder's setting
 
     def check(self, released: ReleasedQueries) -> list[Assumption]:
         return require_covered(self.model, released, declared_public=self.model_is_public, knob="model")
@@ -236,15 +236,15 @@ class CrossEncoderScore(_ByThreshold):
 class BestOf(QueryFilter):
     """Keep the ``n`` best queries of every passage, by the score of another filter.
 
-    With ``task.queries_per_passage=N`` of `Synthesize` it is best-of-N sampling. Of queries that score alike the
-    earlier draw wins. A query that ``by`` fails outright (-inf) is not kept, however few there are.
+    With ``task.queries_per_passage=N`` of `Synthesize` it is best-of-N sampling. Of queries with equal scores, the
+    earlier draw wins. A query that ``by`` fails outright (-inf) is never kept, even if fewer than ``n`` remain.
     """
 
     name = "best_of"
 
-    by: QueryFilter  # the filter that scores; what it would keep by itself is not asked
+    by: QueryFilter  # the filter that scores; its own choice is not used
     _: KW_ONLY
-    n: int = 1  # how many of each passage
+    n: int = 1  # queries kept per passage
 
     def __post_init__(self) -> None:
         require_whole("task.filters.best_of", self, 1, "n")
