@@ -1,4 +1,4 @@
-"""Measure time and memory of a private step on random token ids, without data and releases."""
+"""Measure the time and memory of a private step on random token ids, without data or releases."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 
 TIMED_BATCHES = 2
-#: About as many operations as a core does in a second.
+#: Roughly the number of operations that a core does per second.
 SECOND_OF_A_CORE = 20_000_000_000
 
-# Of the batches whose tensors are counted. In a slice of one layer embeddings weigh more than in the whole model: with
-# fewer rows their gradients, not the activations, would set the peak of the pass in which the engine checks itself.
+# Rows of the batches whose tensors are counted. In a slice of one layer, embeddings weigh more than in the whole model:
+# with fewer rows their gradients, not the activations, would set the peak of the engine's self-checking pass.
 _COUNTED_ROWS = (4, 6)
 
 
@@ -43,8 +43,8 @@ class Measured:
     first_batch: float  # seconds of the first physical batch of a run, in which the engine checks itself
     batch: float  # seconds of a physical batch; the fastest of `TIMED_BATCHES`
     update: float  # seconds of noise and optimizer together
-    clipping: int  # bytes at the peak of a batch in which the engine checks itself, weights and states included
-    updating: int  # bytes at the peak while the update is made, weights and states included
+    clipping: int  # peak bytes of a batch in which the engine checks itself, including weights and states
+    updating: int  # peak bytes during the update, including weights and states
 
     @property
     def peak(self) -> int:
@@ -57,7 +57,7 @@ def measure_step(
 ) -> Measured:
     """Clip, noise and update as in later steps of a run, and measure time and peak memory; this trains ``module``.
 
-    The optimizer's states are there before memory is measured, as they are from the second step on.
+    The optimizer's states exist before memory is measured, as they do from the second step on.
     """
     base = resident(device)
     if device.type == "cpu":
@@ -65,7 +65,7 @@ def measure_step(
     step = TrialStep(module, plan, device, autocast=autocast, secure_rng=secure_rng)
     first = seconds(lambda: step.clip(rows), device)
     step.update()
-    step.attach()  # a batch in which the engine checks itself comes again where the pattern of calls changes
+    step.attach()  # a self-checking batch recurs when the pattern of calls changes
     reset_peak(device)
     step.clip(rows)
     clipping = peak(device) - base
@@ -79,8 +79,8 @@ def measure_step(
 class Held:
     """Bytes of tensors that each phase of a physical batch allocates and holds, in the order of `PHASES`."""
 
-    clipped: tuple[LinearCost, ...]  # the sum of clipped gradients being there already
-    # In a batch in which the engine checks itself, the first one of a run, which also makes the sum.
+    clipped: tuple[LinearCost, ...]  # when the sum of clipped gradients already exists
+    # In a batch in which the engine checks itself, the first one of a run, which also allocates the sum.
     checked: tuple[LinearCost, ...]
 
     def __add__(self, other: Held) -> Held:
@@ -95,7 +95,7 @@ class Held:
 
 def held_bytes(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False) -> Held:
     """Count the bytes that clipping holds in each phase, from batches of two sizes; tensors, not process pages."""
-    TrialStep(module, plan, device, autocast=autocast).clip(1)  # what is made once and kept is not of a batch
+    TrialStep(module, plan, device, autocast=autocast).clip(1)  # allocate first what is kept for later batches
     found: list[tuple[dict[str, int], dict[str, int]]] = []
     for rows in _COUNTED_ROWS:
         step = TrialStep(module, plan, device, autocast=autocast)
@@ -110,7 +110,7 @@ def held_bytes(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast
 
 
 def _lines(few: dict[str, int], many: dict[str, int]) -> tuple[LinearCost, ...]:
-    """Return the straight lines through the peaks of each phase; nothing for one that did not come."""
+    """Return the straight lines through the peaks of each phase; zero for a phase that did not occur."""
     low, high = _COUNTED_ROWS
     found = []
     for name in PHASES:
@@ -120,7 +120,7 @@ def _lines(few: dict[str, int], many: dict[str, int]) -> tuple[LinearCost, ...]:
 
 
 class TrialStep:
-    """One module training on random rows, without data, ledger or Trainer."""
+    """One module, trained on random rows without data, ledger or Trainer."""
 
     def __init__(
         self, module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False, secure_rng: bool = False
@@ -157,7 +157,7 @@ class TrialStep:
 
 
 def seconds_per_normal(device: torch.device, noise: NoiseName = "gaussian", *, secure_rng: bool = False) -> float:
-    """Return the seconds to draw the noise of one coordinate that is wanted on a device."""
+    """Return the seconds to draw one coordinate's noise on a device."""
     stream, count = KeyedStream(os.urandom(32), run_id="costs", secure_rng=secure_rng), 400_000
     drawn: Callable[..., Tensor] = stream.normal if noise == "gaussian" else partial(stream.rounded_normal, bits=30)
 
@@ -179,7 +179,7 @@ def seconds_per_value(device: torch.device) -> float:
 
 def product_rate(tokens: int, inputs: int, outputs: int, device: torch.device, *, half: bool = False) -> float:
     """Return operations per second of a linear layer of this shape: forward, and gradients of inputs and weight."""
-    if device.type == "cpu":  # a rate no longer rises with the tokens where a product takes a second
+    if device.type == "cpu":  # the rate stops rising with the tokens once a product takes a second
         tokens = min(tokens, max(256, SECOND_OF_A_CORE // (6 * inputs * outputs)))
     dtype = torch.bfloat16 if half else torch.float32
     x = torch.randn(tokens, inputs, device=device, dtype=dtype)
@@ -198,7 +198,7 @@ def product_rate(tokens: int, inputs: int, outputs: int, device: torch.device, *
 def seconds(work: Callable[[], object], device: torch.device) -> float:
     """Time ``work``: on a GPU until it finishes, on a CPU as processor time of one thread.
 
-    Processor time, because the machine may be shared: a step that waits for a core is no slower a step.
+    Processor time, since the machine may be shared: a step that waits for a core takes no more of it.
     """
     if device.type == "cpu":
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -242,8 +242,8 @@ def peak(device: torch.device) -> int:
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count the live storages that operations create while active, as `torch.cuda.max_memory_allocated` does.
 
-    ``peaks`` are the most there were at once inside of each phase of clipping. What a kernel takes and gives back
-    inside one operation is not seen.
+    ``peaks`` holds the most live bytes inside each phase of clipping. Memory that a kernel allocates and frees within
+    one operation is not seen.
     """
 
     def __init__(self) -> None:

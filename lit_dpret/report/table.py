@@ -1,6 +1,6 @@
 """A table of results, for a page, a console, a spreadsheet and a program.
 
-The privacy of a system stands in the same row as its metrics: a number of quality without its price is not a result.
+A system's privacy is in the same row as its metrics: a quality number without its price is not a result.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class RowResult:
     system: str  # name of the system
     # Mean and 95 % confidence interval per metric, e.g. ``{"nDCG@10": Interval(...)}``.
     metrics: Mapping[str, Interval] = field(default_factory=dict)
-    # Epsilon with unit, neighbours and delta in one line (``privacy_line`` of a card), or in words that there is none.
+    # Epsilon with unit, neighbours and delta in one line (``privacy_line`` of a card), or that it has none.
     privacy: str = ""
-    note: str = ""  # anything a reader must know beside the numbers
+    note: str = ""  # anything else that a reader must know about the numbers
 
 
 def metric_names(rows: Sequence[RowResult]) -> list[str]:
-    """Return the metrics of any row: the usual three first, the rest in order of appearance."""
+    """Return the metrics of all rows: the usual three first, the rest in order of appearance."""
     present = dict.fromkeys(name for row in rows for name in row.metrics)
     return [name for name in METRICS if name in present] + [name for name in present if name not in METRICS]
 
@@ -57,7 +57,7 @@ def metric_names(rows: Sequence[RowResult]) -> list[str]:
 def show(interval: Measured | None, *, sign: str = "") -> str:
     """Format ``0.412 [0.398, 0.425]``, or a dash without a measurement; ``sign="+"`` shows the sign of a gain.
 
-    Where all samples or seeds gave one value there is no interval: one without width would look like certainty.
+    If all samples or seeds gave one value, there is no interval: one without width would look like certainty.
     """
     if interval is None or math.isnan(interval.mean):
         return "–"
@@ -67,7 +67,7 @@ def show(interval: Measured | None, *, sign: str = "") -> str:
 
 
 def plain(value: object) -> str:
-    """Return a value for a table: a dash for None, four digits of a number."""
+    """Return a value for a table: a dash for None, four significant digits for a float."""
     return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -95,16 +95,16 @@ def ends(interval: Measured) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows whose cells are texts, numbers or intervals."""
+    """Rows whose cells are text, numbers or intervals."""
 
     header: Sequence[str]  # titles of the columns
-    rows: Sequence[Sequence[object]]  # their cells; None for what was not measured
+    rows: Sequence[Sequence[object]]  # their cells; None for a missing measurement
     # The columns whose cells are intervals; a spreadsheet has three columns for each of them.
     measured: frozenset[int] = frozenset()
-    numeric: frozenset[int] = frozenset()  # further columns that are set flush right
+    numeric: frozenset[int] = frozenset()  # further columns that are right-aligned
 
     def grid(self) -> Grid:
-        """Return the table of a page, each interval behind its mean."""
+        """Return the table for a page, with each interval after its mean."""
         rows = [[self._shown(column, cell) for column, cell in enumerate(row)] for row in self.rows]
         return Grid(self.header, rows, self.numeric | self.measured)
 
@@ -129,7 +129,7 @@ class Table:
         return table
 
     def csv(self) -> str:
-        """Return all numbers at full precision; an interval in three columns: name, name low, name high."""
+        """Return all numbers at full precision; an interval takes three columns: name, name low, name high."""
 
         def ends(cell: object) -> list[object]:
             found = [cell.mean, cell.low, cell.high] if isinstance(cell, Measured) else [math.nan] * 3
@@ -151,12 +151,12 @@ class Table:
 
 
 def grid_of(lines: Sequence[Mapping[str, object]]) -> Grid:
-    """Return lines of the same keys as a table; empty for no lines."""
+    """Return mappings with the same keys as a table; empty without lines."""
     return Grid(list(lines[0]) if lines else [], [list(line.values()) for line in lines])
 
 
 def settings_grid(head: Sequence[str], lines: Sequence[tuple[Sequence[object], Mapping[str, object]]]) -> Grid:
-    """Return a table of settings: what a line begins with, then a column for each setting of any line."""
+    """Return a table of settings: the first cells of each line, then a column for each setting of any line."""
     names = list(dict.fromkeys(name for _, settings in lines for name in settings))
     body = [[*first, *(plain(settings.get(name)) for name in names)] for first, settings in lines]
     header = [*head, *(name.replace("_", " ") for name in names)]
@@ -164,7 +164,7 @@ def settings_grid(head: Sequence[str], lines: Sequence[tuple[Sequence[object], M
 
 
 def console_table(rows: Sequence[RowResult], *, title: str = "") -> ConsoleTable:
-    """Return the table for ``rich.print``, in 80 columns: intervals and privacy below numbers and names."""
+    """Return the table for ``rich.print``, in 80 columns: intervals below numbers, privacy below names."""
     names = metric_names(rows)
     table = ConsoleTable(
         title=title or None, title_justify="left", caption="mean, and below it the 95 % confidence interval",
@@ -196,7 +196,7 @@ def result_table(rows: Sequence[RowResult]) -> Table:
 
 
 def write_csv(rows: Sequence[RowResult], path: Path, about: Mapping[str, str] | None = None) -> None:
-    """Write one line per system, readable by the owner alone; each metric in three columns, the mean and its bounds.
+    """Write one line per system, readable only by the owner; each metric takes three columns, the mean and its bounds.
 
     ``about`` (`data_facts`) is repeated in each line.
     """
@@ -239,7 +239,7 @@ def from_json(data: Sequence[Mapping[str, Any]]) -> list[RowResult]:
 
 
 def write_json(rows: Sequence[RowResult], path: Path, about: Mapping[str, str] | None = None) -> None:
-    """Write ``to_json`` as a file, readable by the owner alone; ``about`` (`data_facts`) is repeated in each row."""
+    """Write ``to_json`` to a file, readable only by the owner; ``about`` (`data_facts`) is repeated in each row."""
     write_whole(
         path,
         json.dumps([row | dict(about or {}) for row in to_json(rows)], indent=2, allow_nan=False) + "\n",

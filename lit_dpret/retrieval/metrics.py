@@ -1,7 +1,7 @@
 """Ranking measures for all queries at once, as trec_eval defines them.
 
-A ranking enters as a table of *gains*: the grade at each rank, 0 where it was not judged; what could have been found as
-the *ideal* gains. A query that found nothing, or has nothing relevant, counts as 0, as ``trec_eval -c`` averages.
+A ranking is a table of *gains*: the grade at each rank, 0 for an unjudged passage. The *ideal* gains are those of the
+best possible ranking. A query without hits or without relevant passages counts as 0, as ``trec_eval -c`` averages.
 Recall@10 is a hit rate in the synthetic-query paper (Carranza et al., section 6.1): here ``success@k``.
 """
 
@@ -57,7 +57,7 @@ class Metric:
 
     @property
     def definition(self) -> str:
-        """The definition in one phrase; tables with the number should print it."""
+        """The definition in one phrase, to print in tables with the number."""
         return _MEASURES[self.kind][2].format(k=self.cutoff)
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ def ndcg(gains: Gains, ideal: Gains, k: int) -> Values:
 
 
 def recall(gains: Gains, ideal: Gains, k: int) -> Values:
-    """Return the share of all relevant passages, also of more than ``k``: trec_eval's ``recall_k``."""
+    """Return the share found of all relevant passages, even if more than ``k``: trec_eval's ``recall_k``."""
     return _over_relevant((gains[:, :k] > 0).sum(axis=1).astype(np.float64), ideal)
 
 
@@ -107,12 +107,12 @@ def average_precision(gains: Gains, ideal: Gains, k: int) -> Values:
 
 
 def precision(gains: Gains, ideal: Gains, k: int) -> Values:
-    """Return the share of relevant passages, of ``k`` also where fewer were returned: trec_eval's ``P_k``."""
+    """Return the relevant passages among the first ``k`` over ``k``, even if fewer were returned: ``P_k``."""
     share: Values = (gains[:, :k] > 0).sum(axis=1) / float(k)
     return share
 
 
-#: How tables write each kind, its function, and its definition in one phrase.
+#: For each kind: its name in tables, its function, and its definition in one phrase.
 _MEASURES: dict[MetricKind, tuple[str, Callable[[Gains, Gains, int], Values], str]] = {
     "ndcg": (
         "nDCG", ndcg, "discounted gain (grade / log2(rank + 1)) of the first {k} over that of the best possible {k}",
@@ -158,7 +158,7 @@ def ideal_gains(query_ids: Sequence[str], qrels: Qrels) -> Gains:
 def gains_of_indices(
     indices: NDArray[np.int64], query_ids: Sequence[str], passage_ids: Sequence[str], qrels: Qrels
 ) -> Gains:
-    """Return the grades of positions ``(queries, depth)``, best first, negative for none, in the same shape.
+    """Return the grades at positions ``(queries, depth)``, best first, negative for none, in the same shape.
 
     Negative grades of ``qrels`` count as 0, as in trec_eval.
     """

@@ -1,8 +1,8 @@
 """Uncertainty of means over queries or training runs, and tests of differences between systems.
 
-**Over queries** one test collection is resampled, by our own seeded code: SciPy's permutation test draws others, which
-would change every p-value that was ever reported. **Over training runs** (`seed_interval`, `seed_test`) Student's t
-holds for few runs; tests are unpaired (Welch, 1947), and a system that is not trained is one exact number.
+**Over queries**, one test collection is resampled by our own seeded code: SciPy's permutation test draws differently,
+which would change every p-value reported so far. **Over training runs** (`seed_interval`, `seed_test`), Student's t
+is valid for few runs; tests are unpaired (Welch, 1947), and a system that is not trained is one exact number.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SeedTest:
 
 
 def bootstrap_interval(values: ArrayLike, *, level: float = 0.95, resamples: int = 2000, seed: int = 0) -> Interval:
-    """Return the percentile bootstrap interval of the mean over queries (Efron, 1979); three times NaN for no values.
+    """Return the percentile bootstrap interval of the mean over queries (Efron, 1979); all NaN without values.
 
     Queries are drawn with replacement, as many as there are; the bounds are quantiles of the resampled means.
     """
@@ -69,8 +69,8 @@ def macro_interval(
 ) -> Interval:
     """Return the percentile bootstrap interval of the mean over groups of the groups' own means.
 
-    Each group counts alike unless ``weights`` say otherwise, whatever its size, and its queries are drawn by
-    themselves. So BEIR states CQADupStack, the mean of twelve forums, and a table of several data sets its last
+    Each group has equal weight, whatever its size, unless ``weights`` are given. Queries are drawn separately in each
+    group. BEIR reports CQADupStack this way, as the mean of twelve forums, and a table of several data sets its last
     row.
     """
     _check_level(level)
@@ -95,9 +95,8 @@ def macro_interval(
 def paired_randomisation_test(a: ArrayLike, b: ArrayLike, *, resamples: int = 10_000, seed: int = 0) -> PairedTest:
     """Run Fisher's randomisation test, two-sided, on the difference of two systems' means over the same queries.
 
-    If the systems were alike, each query's two values could as well have been swapped. The p-value is the share of
-    random swaps with a difference at least as large, the observed one counted among them (Smucker et al., CIKM
-    2007).
+    If the systems were alike, each query's two values could just as well have been swapped. The p-value is the share
+    of random swaps with a difference at least as large, counting the observed one (Smucker et al., CIKM 2007).
     """
     first, second = _vector("a", a), _vector("b", b)
     if len(first) != len(second) or not len(first):
@@ -128,13 +127,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
-    """Return the mean over training runs with its t-interval, whose bounds are NaN for a single run.
+    """Return the mean over training runs with its t-interval; the bounds are NaN for a single run.
 
     Example:
         >>> seed_interval([0.50, 0.52, 0.54])
         Interval(mean=0.52, low=0.4703..., high=0.5696...)
     """
-    from scipy import stats  # takes a second, which most who import this module need not pay
+    from scipy import stats  # takes a second, which most importers of this module need not spend
 
     _check_level(level)
     runs = _vector("values", values, least=1, per="run")
@@ -149,8 +148,8 @@ def seed_test(a: Sequence[float], b: Sequence[float]) -> SeedTest:
     """Run Welch's t-test between the runs of two settings; a one-sample test if one side is a single number.
 
     Guarantees:
-        - Swapping ``a`` and ``b`` turns the sign of the difference and leaves the p-value.
-        - Runs that do not vary at all give a p-value of 1 where they agree, else of 0.
+        - Swapping ``a`` and ``b`` flips the sign of the difference and keeps the p-value.
+        - If the runs do not vary at all, the p-value is 1 where they agree and 0 otherwise.
     """
     from scipy import stats
 
@@ -160,7 +159,7 @@ def seed_test(a: Sequence[float], b: Sequence[float]) -> SeedTest:
     difference = float(first.mean() - second.mean())
     if not np.ptp(first) and not np.ptp(second):
         return SeedTest(difference, difference, difference, 1.0 if difference == 0.0 else 0.0)
-    if len(first) == 1 or len(second) == 1:  # the differences are one sample, whose mean is held against 0
+    if len(first) == 1 or len(second) == 1:  # the differences are one sample, whose mean is tested against 0
         found = stats.ttest_1samp(first - second, 0.0)
     else:
         found = stats.ttest_ind(first, second, equal_var=False)
@@ -181,7 +180,7 @@ def _vector(name: str, values: ArrayLike, *, least: int = 0, per: str = "query")
 
 
 def _chunks(resamples: int, length: int, seed: int) -> list[tuple[np.random.Generator, int]]:
-    """Return the draws in parts that fit into memory, from one stream."""
+    """Return the draws, all from one stream, in parts that fit into memory."""
     if resamples < 1:
         raise ConfigurationError(f"resamples={resamples} must be at least 1.")
     rng = np.random.default_rng(seed)

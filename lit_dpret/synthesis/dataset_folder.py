@@ -1,8 +1,8 @@
 """A synthetic data set as a folder in standard formats.
 
 The layout is BEIR's, with a JSONL mirror of the qrels and a file of (query, positive) pairs, because ``datasets``
-reads one file type per repository and would take JSONL for CSV beside a TSV. ``README.md`` is the data card: every
-number on it comes from the privacy card, which lies beside it, or from counting.
+reads one file type per repository and would read JSONL as CSV next to a TSV. ``README.md`` is the data card: every
+number on it comes from the privacy card in the same folder, or from counting.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SyntheticQuery:
     passage_id: str
     draw: int
     text: str
-    # Log probability in nats of all its tokens under the generator; None where there is none.
+    # Log probability in nats of all its tokens under the generator; None if there is none.
     log_prob: float | None = None
     finished: bool = True  # whether the end mark was drawn within the allowed length
 
@@ -45,8 +45,8 @@ class Counts:
 
     drawn: int = 0
     empty: int = 0  # of these, without any word; dropped
-    duplicates: int = 0  # of these, equal to an earlier one of the same passage; merged into it
-    unfinished: int = 0  # of these, cut at the longest allowed length; kept
+    duplicates: int = 0  # of these, equal to an earlier query of the same passage; merged into it
+    unfinished: int = 0  # of these, cut at the maximum length; kept
     queries: int = 0
     passages: int = 0  # passages with at least one query
 
@@ -58,7 +58,7 @@ class ReleasedQuery:
     query_id: str
     text: str
     passage_id: str
-    metadata: Mapping[str, Any]  # what ``queries.jsonl`` says of it: ``draw``, ``copies``, ``log_prob``
+    metadata: Mapping[str, Any]  # its metadata in ``queries.jsonl``: ``draw``, ``copies``, ``log_prob``
 
     @property
     def log_prob(self) -> float | None:
@@ -81,14 +81,14 @@ def check_passages(passages: Mapping[str, str]) -> None:
 def write_dataset(
     folder: Path, queries: Callable[[], Iterable[SyntheticQuery]], passages: Mapping[str, str]
 ) -> tuple[Counts, dict[str, str]]:
-    """Write the data files of the layout; return what was counted, and the SHA-256 of each file.
+    """Write the data files of the layout; return the counts, and the SHA-256 of each file.
 
     Guarantees:
-        - Each file is there whole or not at all, and equal input gives equal bytes.
+        - Each file appears whole or not at all, and equal input gives equal bytes.
         - Every query of ``qrels`` is in ``queries.jsonl``, and its passage in ``corpus.jsonl``.
-        - A query that its passage drew several times stands there once, with ``metadata.copies``.
+        - A query that its passage drew several times appears once, with ``metadata.copies``.
 
-    ``queries`` gives the drawn queries again at each call, those of one passage next to each other.
+    ``queries`` yields the drawn queries again at each call, those of one passage next to each other.
     """
     counts = Counts()
     for _ in _entries(queries(), counts):
@@ -101,7 +101,7 @@ def write_entries(
 ) -> dict[str, str]:
     """Write the data files of the layout from queries with ids; return the SHA-256 of each file.
 
-    ``entries`` gives them again at each call; ``passages`` with a query are written, in the order of their first ones.
+    ``entries`` yields them again at each call. Only passages with a query are written, ordered by their first query.
     """
     written: set[str] = set()
 
@@ -133,7 +133,7 @@ def write_summary(
     *,
     terms: Mapping[str, str],
 ) -> None:
-    """Write ``generation.json``: how the data set was made, counts, files, language and licence."""
+    """Write ``generation.json``: how the data set was generated, counts, files, language and licence."""
     facts = {
         "schema": SYNTHETIC_SCHEMA,
         "configuration": dict(configuration),
@@ -180,7 +180,7 @@ _SIZES = (
     (1_000_000, "100K<n<1M"),
     (10_000_000, "1M<n<10M"),
 )
-#: What `datasets` finds under which name.
+#: The files that `datasets` finds under each name.
 _CONFIGS = [
     {"config_name": name, "data_files": [{"split": split, "path": path}]}
     for name, split, path in (
@@ -216,14 +216,14 @@ class DataCard:
     """The text of a data card, without counts and privacy claim."""
 
     title: str
-    origin: list[str] = field(default_factory=list)  # what wrote the queries, as Markdown list items
-    # Whether the queries are made of public passages alone. A set without a privacy card of which this is not known
-    # rests on a declaration, and its card says so.
+    origin: list[str] = field(default_factory=list)  # where the queries come from, as Markdown list items
+    # Whether the queries are derived from public passages alone. A set without a privacy card for which this is false
+    # relies on a declaration, and its card says so.
     from_passages: bool = False
     # Tags for the Hugging Face hub.
     tags: list[str] = field(default_factory=lambda: ["synthetic", "query-generation", "beir"])
-    language: str | None = None  # ISO codes of the texts, with commas between them; None where nobody stated it
-    license: str | None = None  # licence of the set as the hub calls it (``cc-by-4.0``); None where nobody stated it
+    language: str | None = None  # comma-separated ISO codes of the texts; None if not stated
+    license: str | None = None  # licence of the set as the hub calls it (``cc-by-4.0``); None if not stated
 
     def __post_init__(self) -> None:
         stated_languages(self.language)
@@ -237,7 +237,7 @@ class DataCard:
 
 
 def terms_of(folder: Path) -> dict[str, str]:
-    """Return language and licence of an earlier set, for one derived from it; none if it states none."""
+    """Return language and licence of an earlier set, for a set derived from it; empty if it states none."""
     try:
         facts = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
         return {name: str(facts["terms"][name]) for name in ("language", "license") if name in facts["terms"]}
@@ -246,9 +246,9 @@ def terms_of(folder: Path) -> dict[str, str]:
 
 
 def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[str, Any] | None) -> None:
-    """Write the data card, from the template ``data_card.md`` beside this file.
+    """Write the data card, from the template ``data_card.md`` next to this file.
 
-    ``privacy`` is the privacy card of the folder, or None where there is none.
+    ``privacy`` is the privacy card of the folder, or None if there is none.
     """
     if privacy is None:
         told = _FROM_PASSAGES if card.from_passages else _DECLARED
@@ -277,7 +277,7 @@ def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[
         queries=counts.queries,
         passages=counts.passages,
         **told,
-        # Nothing was drawn for a selection of queries that were.
+        # A selection of queries has drawn nothing itself.
         origin="\n".join([*(f"- {line}" for line in card.origin), *([drawn] if counts.drawn else [])]),
         licence=f"None was stated for the set. {own}." if card.license is None else declared,
     )
@@ -285,7 +285,7 @@ def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[
 
 
 def _generated(privacy: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the data card says of queries that a generator wrote, whose privacy card this is."""
+    """Return the data card's text about queries that a generator wrote; ``privacy`` is its privacy card."""
     bound = "only by coincidence, or by memorisation within the bounds stated below"
     if privacy["claim"]["guarantee"] != "dp":
         bound = "as often as the generator memorised one, which nothing bounds"
@@ -326,7 +326,7 @@ def _whose(privacy: Mapping[str, Any]) -> str:
 
 
 def _claim_table(privacy: Mapping[str, Any]) -> list[str]:
-    """Return the claim in a table; only what the privacy card states."""
+    """Return the claim as a table, with only what the privacy card states."""
     claim, accounting, parents = privacy["claim"], privacy["accounting"] or {}, privacy["parents"]
     rows = [("epsilon", "none is claimed" if claim["epsilon"] is None else show_epsilon(claim["epsilon"]))]
     if claim["delta"] is not None:

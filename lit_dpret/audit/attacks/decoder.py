@@ -1,8 +1,8 @@
 """A language model conditioned on an embedding before the first word.
 
-Paper 004 (PDD-AS2, section 3.6) feeds sentence embeddings to GPT-2 as keys and values of some places before the text;
-``embedding`` makes word vectors of those places instead. The same network without an embedding, or with somebody
-else's, is what it has to be compared with.
+Paper 004 (PDD-AS2, section 3.6) feeds sentence embeddings to GPT-2 as keys and values of a few positions before the
+text; ``embedding`` turns them into word vectors of those positions instead. The baseline is the same network without an
+embedding, or with that of another text.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SMALL = {"n_embd": 192, "n_layer": 3, "n_head": 4}
 class Words:
     """Texts as token ids with an end token, by any Hugging Face tokenizer.
 
-    ``max_tokens`` counts the end mark. ``only_of`` gives a new model the tokens of these texts as its vocabulary, the
-    end mark, and one for all other tokens, which makes it many times faster.
+    ``max_tokens`` includes the end mark. With ``only_of``, the vocabulary of a new model is the tokens of these texts,
+    the end mark, and one token for all others, which makes it many times faster.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int, *, only_of: Sequence[str] | None = None) -> None:
@@ -39,7 +39,7 @@ class Words:
         if max_tokens < 2:
             raise ConfigurationError(f"task.max_tokens={max_tokens} leaves no room for a word. Give at least 2.")
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
-        self._own: dict[int, int] | None = None  # from the tokenizer's ids to ours, of which 0 ends, 1 is unknown
+        self._own: dict[int, int] | None = None  # from the tokenizer's ids to ours: 0 is the end mark, 1 is unknown
         if only_of is not None:
             seen = sorted({token for ids in self._tokens(only_of) for token in ids})
             self._own = {token: place for place, token in enumerate(seen, start=2)}
@@ -48,14 +48,14 @@ class Words:
         self.size = len(tokenizer) if self._own is None else 2 + len(self._own)
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return token ids without special tokens, truncated, and the end token."""
+        """Return token ids without special tokens, truncated, followed by the end token."""
         found, own = self._tokens(texts), self._own
         if own is not None:
             found = [[own.get(token, 1) for token in ids] for ids in found]
         return [[*ids[: self.max_tokens - 1], self.end] for ids in found]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids; unknown ones are omitted."""
+        """Return the text of token ids; unknown tokens are omitted."""
         tokens = list(ids) if self._own is None else [self._back[token] for token in ids if token in self._back]
         return " ".join(str(self.tokenizer.decode(tokens, skip_special_tokens=True)).split())
 
@@ -65,17 +65,17 @@ class Words:
 
 
 class PrefixDecoder(nn.Module):
-    """A causal language model behind one linear map from embeddings.
+    """A causal language model conditioned through one linear map from embeddings.
 
     Guarantees:
-        - A token's loss depends on the row's embedding and on the tokens before it alone.
-        - Without embeddings the language model sees the text alone.
+        - A token's loss depends only on the row's embedding and on the tokens before it.
+        - Without embeddings the language model sees only the text.
 
     Args:
         language_model: GPT-2, or another causal model; for ``key_value`` one with as many key as query heads.
-        dim: The width of the embeddings; None for a decoder without.
-        end: The end mark, which also stands before the first word.
-        how: Whether the map makes keys and values, or word vectors.
+        dim: The width of the embeddings; None for a decoder without embeddings.
+        end: The end mark, which is also put before the first word.
+        how: Whether the map produces keys and values, or word vectors.
         places: Positions of the prefix.
     """
 
@@ -99,8 +99,8 @@ class PrefixDecoder(nn.Module):
     def forward(self, tokens: Tensor, mask: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Return the cross entropy of each token in nats, zero where ``mask`` is false, shape ``(rows, tokens)``.
 
-        ``tokens`` and ``mask`` have that shape, ``embeddings`` ``(rows, dim)``; they are None exactly where there is
-        no map.
+        ``tokens`` and ``mask`` have that shape, ``embeddings`` has ``(rows, dim)``; it is None exactly if there is no
+        map.
         """
         before = torch.cat([tokens.new_full((len(tokens), 1), self.end), tokens[:, :-1]], dim=1)
         logits = self._logits(before, embeddings)
@@ -109,7 +109,7 @@ class PrefixDecoder(nn.Module):
 
     @torch.inference_mode()
     def write(self, embeddings: Tensor, *, max_tokens: int) -> list[list[int]]:
-        """Write the likeliest tokens from the embedding alone, until each row has ended."""
+        """Write the likeliest tokens from the embedding alone, until every row has ended."""
         with evaluation_mode(self):
             written = torch.full((len(embeddings), 1), self.end, device=embeddings.device)
             ended = torch.zeros(len(embeddings), dtype=torch.bool, device=embeddings.device)
@@ -132,7 +132,7 @@ class PrefixDecoder(nn.Module):
             vectors = torch.cat([prefix.view(len(before), self.places, self.width), words], dim=1)
             both: Tensor = self.language_model(inputs_embeds=vectors, use_cache=False).logits
             return both[:, self.places :]
-        # (rows, places, layers, key or value, heads, head dim), as each layer wants (rows, heads, places, head dim)
+        # From (rows, places, layers, key or value, heads, head dim) to (rows, heads, places, head dim) for each layer.
         shape = (len(before), self.places, self.layers, 2, self.heads, self.width // self.heads)
         pairs = prefix.view(shape).permute(2, 3, 0, 4, 1, 5)
         cache = DynamicCache(config=self.language_model.config)
@@ -176,7 +176,7 @@ def fit_decoder(
     """Train the whole decoder by Adam on the mean token loss; batches depend only on ``seed``, ``lr`` falls to zero.
 
     Returns:
-        The mean loss of a token of each step's batch, in nats, before its update.
+        The mean token loss of each step's batch, in nats, before its update.
     """
     device = next(decoder.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -205,7 +205,7 @@ def fit_decoder(
 def losses_of(
     decoder: PrefixDecoder, ids: Sequence[Sequence[int]], embeddings: Tensor | None, *, batch_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of each text in nats, and its number of tokens, both ``(texts,)`` in float64."""
+    """Return the summed loss in nats and the number of tokens of each text, both ``(texts,)`` in float64."""
     device = next(decoder.parameters()).device
     sums, counts = [], []
     with evaluation_mode(decoder):
@@ -218,7 +218,7 @@ def losses_of(
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
-    """Return token ids filled up at the end, and which of them are tokens, both ``(rows, longest)``."""
+    """Return token ids padded at the end, and a mask of the tokens, both ``(rows, longest)``."""
     width = max(map(len, rows))
     tokens = torch.tensor([[*ids, *[filler] * (width - len(ids))] for ids in rows])
     return tokens, torch.tensor([[place < len(ids) for place in range(width)] for ids in rows])

@@ -1,4 +1,4 @@
-"""Match an embedding to one of several texts: without training, and the strongest attack on guessable texts."""
+"""Match an embedding to one of several texts: needs no training, and is the strongest attack on guessable texts."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _RIDGE = 1e-2  # weight of the penalty, relative to the mean square of the known
 def identify(
     embeddings: Floats, guesses: Floats, *, candidates: int = 100, confidence: float = 0.95, seed: int = 0
 ) -> Rate:
-    """Identify the text of each embedding among its own and others', by cosine.
+    """Identify the text of each embedding among candidates, by cosine.
 
     Guarantees:
         - A tie with another candidate is not a hit.
 
     Args:
         embeddings: The attacked embeddings, shape ``(texts, dim)``.
-        guesses: What the attacker's encoder makes of the same texts, in the same order and space.
-        candidates: The text itself and so many less one others, drawn for each without replacement.
+        guesses: The same texts embedded by the attacker's encoder, in the same order and space.
+        candidates: Candidates per text: the text itself and ``candidates - 1`` others, drawn without replacement.
         confidence: Confidence level of the interval, which assumes independent texts.
         seed: The seed of the draw.
     """
@@ -56,15 +56,15 @@ def identify(
 def align(known: Floats, guesses: Floats) -> Floats:
     """Return the linear map from embeddings of known texts to the attacker's own embeddings of these texts.
 
-    For an attacker whose encoder has another space, by training or by a secret rotation, and who knows some
-    texts with their embeddings. Ridge regression in closed form.
+    Use it for an attacker whose encoder has another space, by training or by a secret rotation, and who knows some
+    texts with their embeddings. It is ridge regression in closed form.
 
     Args:
-        known: Embeddings of the attacked space, shape ``(texts, dim)``.
-        guesses: Embeddings of the attacker's space, shape ``(texts, own dim)``.
+        known: Embeddings in the attacked space, shape ``(texts, dim)``.
+        guesses: Embeddings in the attacker's space, shape ``(texts, own dim)``.
 
     Returns:
-        Shape ``(dim, own dim)``; ``embeddings @ align(...)`` lies in the attacker's space.
+        Shape ``(dim, own dim)``; ``embeddings @ align(...)`` is in the attacker's space.
     """
     if known.ndim != 2 or guesses.ndim != 2 or len(known) != len(guesses) or not known.size:
         raise DataError(f"{known.shape} and {guesses.shape} are not embeddings of the same texts.")
@@ -75,9 +75,9 @@ def align(known: Floats, guesses: Floats) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingGain:
-    """The information about a token in embeddings, beyond that in shuffled ones."""
+    """The information that embeddings give about a token, beyond that of shuffled ones."""
 
-    nats: float  # a token, in the mean over tokens; below zero where the embedding only confused
+    nats: float  # per token, averaged over tokens; below zero if the embedding only confused
     low: float  # lower end of the paired bootstrap interval over texts
     high: float
     bits: float  # the same as ``nats``, in bits
@@ -100,10 +100,10 @@ def embedding_gain(
 ) -> EmbeddingGain:  # fmt: skip
     """Return the nats per token between two networks' losses on the same texts.
 
-    The interval is over the choice of texts, for these two trained networks; another training of them would differ too.
+    The interval covers the choice of texts, for these two trained networks. Training them again would vary as well.
 
-    All are of shape ``(texts,)``: summed losses in nats with a text's ``own`` embedding and with another text's, and
-    the number of its tokens.
+    All arguments have shape ``(texts,)``: summed losses in nats with a text's ``own`` embedding and with another
+    text's, and its number of tokens.
     """
     tail = check_confidence(confidence) / 2
     check_count("resamples", resamples, least=1)
@@ -120,7 +120,7 @@ def embedding_gain(
 
 
 def shuffled_order(count: int, *, seed: int) -> NDArray[np.int64]:
-    """Return a permutation without a fixed point: every text gets the embedding of another one."""
+    """Return a permutation without a fixed point: every text gets the embedding of another text."""
     if count < 2:
         raise DataError(f"{count} texts cannot be shuffled.")
     order = np.random.default_rng(seed).permutation(count)
@@ -131,12 +131,12 @@ def shuffled_order(count: int, *, seed: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:
-    """Scores of reconstructed texts against the originals, means over texts."""
+    """Scores of reconstructed texts against the originals, averaged over texts."""
 
     bleu: float  # of the corpus, from 0 to 100, by sacrebleu
     token_f1: float  # harmonic mean of precision and recall of the sets of words
-    exact: float  # the share that equals its original, case and punctuation aside
-    # Of the written text's embedding and the attacked one; None where the texts were not embedded again.
+    exact: float  # the share equal to the original, ignoring case and punctuation
+    # Between the written text's embedding and the attacked one; None if the texts were not embedded again.
     cosine: float | None
     texts: int
 

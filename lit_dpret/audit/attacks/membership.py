@@ -1,8 +1,8 @@
-"""How well an attack distinguished members from others, compared with the accountant's ceilings.
+"""Measure how well an attack distinguishes members from others, and compare it with the accountant's ceilings.
 
-AUC, accuracy and true positives at few false ones say what the attacker gets; exact bounds (Clopper and Pearson) held
-against the ceilings find a bug or a false assumption; a one-run audit, where a coin decided for each query, is free of
-the assumption that queries do not touch each other in one training.
+AUC, accuracy and true positive rates at few false positives show what the attacker gets. Exact bounds (Clopper and
+Pearson), compared with the ceilings, reveal a bug or a false assumption. A one-run audit, where a coin decided for each
+query, does not assume that the queries of one training run leave each other untouched.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class AttackResult:
     members: int
     others: int
     auc: Interval
-    tpr: Mapping[str, Interval]  # True positive rate by false positive rate, as decimal text
-    # Balanced accuracy where the higher half of all scores is taken for members: a threshold that knows no member.
+    tpr: Mapping[str, Interval]  # true positive rate by false positive rate, as decimal text
+    # Balanced accuracy when the higher half of all scores is guessed as members: a threshold that uses no membership.
     accuracy: Interval
-    exceeded: tuple[Exceeded, ...] = ()  # what is above its ceiling with the confidence that was asked for
-    evidence: Evidence | None = None  # of a one-run audit; None where members were not chosen by fair coins
+    exceeded: tuple[Exceeded, ...] = ()  # measurements above their ceiling with the requested confidence
+    evidence: Evidence | None = None  # from a one-run audit; None if members were not chosen by fair coins
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -67,12 +67,12 @@ class AttackResult:
 class Promise:
     """The claim that attacks are compared with."""
 
-    # Upper bounds by false positive rate (``attack_ceilings`` of the accountant, with the releases given); None where
-    # nothing was promised.
+    # Upper bounds by false positive rate (``attack_ceilings`` of the accountant, with the releases given); None without
+    # a guarantee.
     ceilings: Ceilings | None = None
-    # Of the claim, where a fair coin decided about each query: a one-run audit is then made too.
+    # The claim's delta, if a fair coin decided for each query: a one-run audit is then done too.
     delta: float | None = None
-    epsilon: float | None = None  # of the claim; None where none is claimed
+    epsilon: float | None = None  # the claim's epsilon; None without a claim
 
 
 def measure(
@@ -85,15 +85,15 @@ def measure(
     attacks: int = 1,
     resamples: int = 1000,
 ) -> AttackResult:
-    """Return AUC, accuracy and true positive rates of an attack, and what they contradict.
+    """Return AUC, accuracy and true positive rates of an attack, and the limits that they contradict.
 
     Args:
         attack: Its name.
         scores: The scores of members and others.
-        promise: What it is compared with.
+        promise: The claim to compare with.
         confidence: Confidence level of intervals, and of the evidence, whose error is divided among ``attacks``.
-        alarm: With which confidence something has to be above its ceiling, or the evidence above the claim, to
-            be called so in any of the attacks.
+        alarm: Confidence required, over all attacks together, to report a value above its ceiling or evidence above
+            the claim.
         attacks: How many attacks were made on the same model.
         resamples: Resamples of the bootstrap.
     """
@@ -121,7 +121,7 @@ def measure(
 
 
 def half_accuracy(scores: CanaryScores) -> float:
-    """Return the balanced accuracy of guessing scores above the median as members, ties counting half."""
+    """Return the balanced accuracy of guessing scores above the median as members; ties count half."""
     middle = float(np.median(scores.pooled))
 
     def above(values: np.ndarray) -> float:
@@ -131,11 +131,11 @@ def half_accuracy(scores: CanaryScores) -> float:
 
 
 def exceeded(scores: CanaryScores, ceilings: Ceilings, *, error: float) -> tuple[Exceeded, ...]:
-    """Return the rates above their ceiling, with a probability of any error of at most ``error``.
+    """Return the rates above their ceiling; the probability of any error is at most ``error``.
 
-    The threshold for each rate of `RATES` is the score of the others that it allows; the share of the population beyond
-    it has a Beta distribution with Clopper and Pearson's quantiles, so it may come from the same scores. Scores are
-    taken to be independent, which those of one training are not quite; the one-run audit does not need that.
+    The threshold for each rate of `RATES` is the non-member score that it allows. The share of the population beyond
+    it has a Beta distribution with Clopper and Pearson's quantiles, so the threshold may come from the same scores.
+    Scores are assumed independent, which is not quite true within one training run; the one-run audit does not need it.
     """
     members, others = len(scores.in_scores), len(scores.out_scores)
     share = error / (len(RATES) + 1)
@@ -161,7 +161,7 @@ def exceeded(scores: CanaryScores, ceilings: Ceilings, *, error: float) -> tuple
 
 
 def _accuracy_at_least(scores: CanaryScores, error: float) -> float:
-    """Bound the accuracy at the median of a random half, judged by the other half; 0 where there are too few."""
+    """Bound the accuracy at the median of a random half, measured on the other half; 0 if there are too few scores."""
     rng = np.random.default_rng(len(scores))
     sides = [rng.permutation(side) for side in (scores.in_scores, scores.out_scores)]
     if min(map(len, sides)) < 2:

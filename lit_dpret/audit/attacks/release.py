@@ -1,8 +1,8 @@
 """Attacks on a synthetic data set alone, without the model.
 
-Meeus et al. 2025, "The Canary's Echo", arXiv 2502.14921, for the first two; Amin et al. 2026, "Phantoms and
-Disclosures", for the third: a release that repeats held-out rare queries as often as trained ones repeats common ways
-to ask. Neither paper's program was at hand, and these numbers are not theirs.
+The first two follow Meeus et al. 2025, "The Canary's Echo", arXiv 2502.14921; the third follows Amin et al. 2026,
+"Phantoms and Disclosures": a release that repeats held-out rare queries as often as trained ones repeats common ways of
+asking. Neither paper's code was available, so these numbers are not theirs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _START, _END = "\x02", "\x03"
 class BigramModel:
     """Probability of each word given the previous one, with Laplace smoothing.
 
-    ``vocabulary`` holds further texts whose words it has to know, any other word being one unknown word; models that
-    are compared need the same.
+    ``vocabulary`` holds further texts whose words the model must know; all other words count as one unknown word.
+    Models that are compared need the same vocabulary.
     """
 
     def __init__(self, texts: Sequence[str], *, vocabulary: Sequence[str] = ()) -> None:
@@ -46,7 +46,7 @@ class BigramModel:
         self._choices = len(self._known) + 2  # the end, and the unknown word
 
     def mean_log_probs(self, texts: Sequence[str]) -> Floats:
-        """Return the mean log probability in nats of the words of each text and of its end, shape ``(texts,)``."""
+        """Return the mean log probability in nats of each text's words and end, shape ``(texts,)``."""
         return np.array([self._mean(self._bigrams(text)) for text in texts])
 
     def _mean(self, bigrams: list[tuple[str, str]]) -> float:
@@ -61,7 +61,7 @@ class BigramModel:
 def bigram_scores(queries: Sequence[str], release: Sequence[str], reference: Sequence[str] | None = None) -> Floats:
     """Return each query's mean log probability under a bigram model of the release, minus that of the reference.
 
-    ``reference`` are queries that resemble the release and that nobody in question had a part in; None subtracts
+    ``reference`` holds queries that resemble the release but are not from the people under attack. None subtracts
     nothing, and finds common words rather than members. Shape ``(queries,)``; higher means member.
     """
     both = [*release, *(reference or ())]
@@ -72,9 +72,9 @@ def bigram_scores(queries: Sequence[str], release: Sequence[str], reference: Seq
 
 
 def nearest_scores(queries: Floats, release: Floats, *, nearest: int = 25) -> Floats:
-    """Return each query's mean cosine with the ``nearest`` synthetic ones, shape ``(queries,)``.
+    """Return each query's mean cosine with the ``nearest`` synthetic queries, shape ``(queries,)``.
 
-    ``queries`` and ``release`` are embeddings by an encoder that knows neither, shape ``(texts, dim)``.
+    ``queries`` and ``release`` are embeddings by an encoder trained on neither, shape ``(texts, dim)``.
     """
     if queries.ndim != 2 or release.ndim != 2 or queries.shape[1:] != release.shape[1:] or not release.size:
         raise DataError(f"Embeddings of shapes {queries.shape} and {release.shape} cannot be compared.")
@@ -88,13 +88,13 @@ def nearest_scores(queries: Floats, release: Floats, *, nearest: int = 25) -> Fl
 
 
 def repeated(queries: Sequence[str], release: Sequence[str], *, overlap: float = 1.0) -> NDArray[np.bool_]:
-    """Return which queries the release repeats, shape ``(queries,)``.
+    """Return a mask of the queries that the release repeats, shape ``(queries,)``.
 
     Args:
         queries: Queries that may have been trained on.
         release: The synthetic queries.
-        overlap: 1 asks for all words of the query, in order and with nothing else, case and punctuation aside.
-            Below, this share of the query's distinct trigrams must stand in one synthetic query.
+        overlap: 1 requires all words of the query, in order and with nothing else, ignoring case and punctuation.
+            Below 1, this share of the query's distinct trigrams must be in one synthetic query.
     """
     if not 0 < overlap <= 1:
         raise ConfigurationError(f"overlap={overlap} must be above 0 and at most 1.")
@@ -119,7 +119,7 @@ def repeated(queries: Sequence[str], release: Sequence[str], *, overlap: float =
 
 @dataclass(frozen=True, kw_only=True)
 class Disclosures:
-    """Rare queries repeated by a release, half of which were held out by coins before training."""
+    """Rare queries that a release repeats, half of which were held out by coins before training."""
 
     queries: int
     repeated: int
@@ -128,7 +128,7 @@ class Disclosures:
 
     @property
     def phantoms(self) -> int:
-        """Repeated queries that were held out, and so not disclosed."""
+        """Repeated queries that were held out, and so were not disclosed."""
         return self.repeated - self.trained
 
     @property
@@ -150,8 +150,8 @@ class Disclosures:
 def disclosures(*, queries: int, repeated: int, trained: int, delta: float, confidence: float = 0.95) -> Disclosures:
     """Audit a release from the counts of repeated queries.
 
-    How many queries are repeated is the release's affair and no plan, so the bound is the one that holds for every
-    number. (The one for a number fixed beforehand would be 0.46894 here.)
+    The release decides how many queries are repeated, so the bound is the one that holds for every number. (The bound
+    for a number fixed beforehand would be 0.46894 here.)
 
     >>> found = disclosures(queries=20_000, repeated=763, trained=492, delta=1e-6)
     >>> found.phantoms, found.excess, round(found.precision, 4), round(found.evidence.eps_lower, 3)

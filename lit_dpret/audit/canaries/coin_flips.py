@@ -1,8 +1,8 @@
-r"""Canaries with a fair coin each, and their replacement in the data if the coin excludes them.
+r"""Canaries with one fair coin each, and their replacement in the data if the coin excludes them.
 
-A one-run audit (Steinke et al. 2023, arXiv 2305.08846, Theorem 5.2) asks that the map from coins to the release be
+A one-run audit (Steinke et al. 2023, arXiv 2305.08846, Theorem 5.2) requires that the map from coins to the release is
 (eps, delta)-DP in one coin. So the data sets of a coin's two sides must be *neighbours under the relation of the
-claim* (`CoinFlips.units`); the bound is then one on the claim's own epsilon, whatever canaries do to each other.
+claim* (`CoinFlips.units`). The bound is then on the claim's own epsilon, however canaries influence each other.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from lit_dpret.files import read_json, write_whole
 
 @dataclass(frozen=True, kw_only=True)
 class CoinFlips:
-    """Rows, for each its twin, and whether it is trained on."""
+    """Rows, the twin of each row, and whether each row is trained on."""
 
     rows: Sequence[Any] = field(repr=False)
-    twins: Sequence[Any] = field(repr=False)  # what takes a canary's place under ``replace_one``
+    twins: Sequence[Any] = field(repr=False)  # they replace excluded canaries under ``replace_one``
     included: tuple[bool, ...] = field(repr=False)
-    facts: Mapping[str, Any]  # public before the coins are opened
+    facts: Mapping[str, Any]  # public before the coins are revealed
 
     def units(self, neighbours: str) -> list[tuple[Any, ...]]:
         """Return the units to train on, so that flipping one coin gives a neighbour under that relation.
 
-        Tails is an empty unit under ``zero_out``, which keeps n whatever the coins say; the *twin*, the same text with
-        another secret, under ``replace_one``, where an empty place would be half the change; and nothing under
-        ``add_or_remove``.
+        Tails is an empty unit under ``zero_out``, which keeps n whatever the coins are. Under ``replace_one`` it is the
+        *twin*, the same text with another secret; an empty unit would be only half the change. Under ``add_or_remove``
+        it is nothing.
         """
         found: list[tuple[Any, ...]] = []
         for row, twin, included in zip(self.rows, self.twins, self.included, strict=True):
@@ -60,7 +60,7 @@ class CoinFlips:
 
 
 def coins_of(canaries: CanarySet) -> CoinFlips:
-    """Return the coins and rows of canaries made with ``include=0.5``, one copy and two candidates each."""
+    """Return the coins and rows of canaries made with ``include=0.5``, one copy and at least two candidates each."""
     for canary in canaries.canaries:
         if canary.copies != 1 or len(canary.candidates) < 2 or canaries.settings.get("include") != 0.5:
             raise ConfigurationError(
@@ -84,9 +84,9 @@ IMAGE_SCHEMA = "lit-dpret/image-canaries/1"
 
 
 def image_coins(count: int, *, shape: tuple[int, int, int], seed: int | None, run_dir: Path) -> CoinFlips:
-    """Make ``count`` noise images and their coins, and write their seed facts to ``canaries.json``.
+    """Make ``count`` noise images and their coins, and write the facts that determine them to ``canaries.json``.
 
-    Whoever knows ``seed`` knows the coins; null takes one from the operating system.
+    Anyone who knows ``seed`` knows the coins; None draws one from the operating system.
     """
     facts = {
         "schema": IMAGE_SCHEMA,
@@ -129,19 +129,19 @@ KNOBS = Knobs(
     count="callbacks.audit.canaries",
     shorter="take canaries with shorter queries: a file of them as callbacks.audit.queries, or another kind",
 )
-"""The settings that errors about the canaries of an audit name."""
+"""The names of the settings that errors about an audit's canaries mention."""
 
 
 def coins_in_run(
     data: Any, suite: CanarySuite, *, run_dir: Path, begun: bool, resume: bool, reader: object = None
 ) -> CoinFlips:
-    """Make a run's coin-flipped canaries and write them beside it, or read them on a resume.
+    """Make a run's coin-flipped canaries and write them to the run folder, or read them on a resume.
 
     Guarantees:
-        - No private row is read: words come from public passages, or a file that is declared public.
-        - A run that has begun goes on with the canaries and coins that it began with, or not at all.
+        - No private row is read: words come from public passages, or from a file that is declared public.
+        - A run that has begun continues with its original canaries and coins, or not at all.
 
-    ``begun`` says that the run has a ledger; of images, ``suite`` gives the number and the seed alone. ``reader`` is
+    ``begun`` says that the run has a ledger. For images, ``suite`` only gives the number and the seed. ``reader`` is
     the module that will be trained on them; it must read every secret, and every twin's, to its end.
     """
     images = hasattr(data, "image_shape")
@@ -184,7 +184,7 @@ SCORES_SCHEMA = "lit-dpret/audit-scores/1"
 
 @dataclass(frozen=True, kw_only=True)
 class AuditScores:
-    """The score of each canary, in the order of their file."""
+    """The score of each canary, in the order of the canary file."""
 
     sha256: str
     before: tuple[float, ...]
@@ -193,10 +193,10 @@ class AuditScores:
     twins_after: tuple[float, ...] = ()
 
     def learned(self) -> NDArray[np.float64]:
-        """Return each canary's score beyond the prediction from its first score, ``(canaries,)``.
+        """Return each canary's final score beyond the prediction from its first score, ``(canaries,)``.
 
         Training on other rows moves all scores. A line through (before, after), or through the differences from the
-        twins where there are any, takes out what the first score explains. It does not depend on the coins.
+        twins if there are any, removes what the first score explains. It does not depend on the coins.
         """
         if self.after is None:
             raise ResumeError(f"{AUDIT_SCORES} holds no scores after training: the run has not ended.")
@@ -211,7 +211,7 @@ class AuditScores:
 
 
 def write_scores(scores: AuditScores, folder: Path) -> Path:
-    """Write the file, readable by its owner alone; raise `StorageError` on failure."""
+    """Write the file, readable only by its owner; raise `StorageError` on failure."""
     facts: dict[str, Any] = {
         "schema": SCORES_SCHEMA,
         "note": "Internal. With the coins in the file of canaries this shows how the audit was decided.",
@@ -221,7 +221,7 @@ def write_scores(scores: AuditScores, folder: Path) -> Path:
 
 
 def read_scores(folder: Path, *, sha256: str) -> AuditScores:
-    """Read what `write_scores` wrote for this set of canaries."""
+    """Read the scores that `write_scores` wrote for this set of canaries."""
     path = folder / AUDIT_SCORES
     try:
         facts = read_json(path, SCORES_SCHEMA)

@@ -1,8 +1,8 @@
 """Turn scores and leaks of planted secrets into a table: ranks, leaked shares, bounds on epsilon, and ceilings.
 
-Canaries of one training touch each other, so a cell with several of them is bounded by `top_rank_one_training`; one
-with a single canary in each training by `top_rank_bound` and `mean_rank_bound`. Intervals of shares count trainings.
-Ceilings are checked on the first canary of each training: those are independent.
+Canaries of one training run influence each other. So `top_rank_one_training` bounds a cell with several canaries per
+training run, `top_rank_bound` and `mean_rank_bound` a cell with one. Intervals of shares count training runs. Ceilings
+are checked on the first canary of each training run: those are independent.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ POOLED = "three kinds"
 PAPER_KINDS = ("digits", "own_passage", "random_passage")
 
 ALARM = 1e-4
-"""The error of all contradictions of one budget's cells together."""
+"""The total error of all contradictions over the cells of one budget."""
 
 _STATEMENTS = 4
-"""Of a cell, that may contradict a claim: its two shares, and two bounds at most."""
+"""Statements of a cell that may contradict a claim: its two shares, and at most two bounds."""
 
 _DIGITS = 10
 _CHARACTERS_PER_TOKEN = 16
@@ -47,7 +47,7 @@ class Outcome:
     """The result of one canary."""
 
     training: int
-    # kind, side, copies: Of the canary.
+    # kind, side, copies: Those of the canary.
     kind: str
     side: str
     copies: int
@@ -55,7 +55,7 @@ class Outcome:
     exposure: float  # in bits
     draws: int
     found: int
-    chance: float | None  # probability that one draw begins with its query and secret; None where that says nothing
+    chance: float | None  # probability that one draw begins with its query and secret; None if no query holds it
 
     @classmethod
     def of(cls, training: int, score: Mapping[str, Any], leak: Mapping[str, Any]) -> Outcome:
@@ -70,14 +70,14 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The accountant's limits for secrets with one number of copies; trivial without a claim."""
+    """The accountant's limits for secrets with a given number of copies; trivial without a claim."""
 
     top: float = 1.0  # probability of rank 1
-    mean_rank: float = 1.0  # expected rank, at least
-    leak: float = 1.0  # probability that a secret of ten digits stands in any of the draws
+    mean_rank: float = 1.0  # lower limit of the expected rank
+    leak: float = 1.0  # probability that a secret of ten digits is in any of the draws
     eps: float | None = None
     delta: float | None = None
-    group_eps: float | None = None  # what the mixture accounting gives for so many units together, at the same delta
+    group_eps: float | None = None  # epsilon of this many units together by mixture accounting, at the same delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,21 +104,21 @@ class Excess:
 class Cell:
     """One row of the table."""
 
-    # side, kind, copies: Which canaries; the kind is `POOLED` for those of the papers together.
+    # side, kind, copies: Those of the canaries; the kind is `POOLED` for the papers' kinds together.
     side: str
     kind: str
     copies: int
-    # trainings, canaries, draws: How many; draws are of each canary.
+    # trainings, canaries, draws: Their numbers; draws are per canary.
     trainings: int
     canaries: int
     draws: int
-    mean_rank: Interval  # over canaries, its interval over trainings (Student's t)
+    mean_rank: Interval  # over canaries, with an interval over training runs (Student's t)
     top: Interval
-    leaked: Interval  # share whose secret stood in a draw; NaN where the model draws nothing
+    leaked: Interval  # share of canaries whose secret was in a draw; NaN if the model draws nothing
     exposure: float
-    chance: float | None  # mean probability that one draw begins with query and secret; None where that says nothing
-    bounds: tuple[Evidence, ...]  # lower bounds on epsilon at 95 %, the first one chosen beforehand for the table
-    alarms: tuple[Evidence, ...]  # the same estimators at the claim's delta and with the confidence of a contradiction
+    chance: float | None  # mean probability that a draw begins with query and secret; None if no query holds it
+    bounds: tuple[Evidence, ...]  # lower bounds on epsilon at 95 %; the first was chosen beforehand for the table
+    alarms: tuple[Evidence, ...]  # the same estimators at the claim's delta and the confidence of a contradiction
     limits: Limits
     excesses: tuple[Excess, ...]
 
@@ -130,7 +130,7 @@ class Cell:
         facts = {name: value for name, value in vars(self).items() if name != "excesses"}
         facts["contradictions"] = list(self.contradictions)
         for name in ("mean_rank", "top", "leaked"):
-            # NaN, where nothing is known of the spread, is not a JSON value.
+            # NaN, for an unknown spread, is not a JSON value.
             facts[name] = {end: None if math.isnan(value) else value for end, value in vars(facts[name]).items()}
         facts["limits"] = vars(self.limits)
         facts["bounds"] = [bound.to_dict() for bound in self.bounds]
@@ -139,11 +139,11 @@ class Cell:
 
 
 def secret_limits(ceiling: SecretCeiling, *, candidates: int, draws: int, tokens: int, **claim: float | None) -> Limits:
-    """Return the ceilings of secrets with these copies.
+    """Return the ceilings for secrets with this many copies.
 
-    ``claim`` has ``eps``, ``delta`` and ``group_eps`` of `Limits`; ``tokens`` are those of the longest draw.
+    ``claim`` has ``eps``, ``delta`` and ``group_eps`` of `Limits`; ``tokens`` is the length of the longest draw.
     """
-    # Ten digits at random stand in a text with at most 1e-10 for each place where they could begin.
+    # The probability that a text contains ten random digits is at most 1e-10 for each position where they could begin.
     prior = min(1.0, draws * tokens * _CHARACTERS_PER_TOKEN * 10.0**-_DIGITS)
     return Limits(
         top=ceiling.success(1 / candidates),
@@ -163,16 +163,16 @@ def cells_of(
     cells: int | None = None,
     tables: int = 1,
 ) -> list[Cell]:
-    """Return rows for each side and number of copies: the papers' kinds together, and each kind.
+    """Return rows for each side and number of copies: one for the papers' kinds together, and one for each kind.
 
     Args:
-        outcomes: The outcomes of all canaries, in all trainings with the same settings.
+        outcomes: The outcomes of all canaries, in all training runs with the same settings.
         candidates: R of every canary.
-        limits: By number of copies; trivial ones where it is missing.
-        delta: The claim's delta; 0 where there is none.
-        neighbours: What the absence of a unit means.
-        cells: Among how many rows the error of a contradiction is divided, and among the statements of each; None for
-            those returned.
+        limits: By number of copies; trivial ones where missing.
+        delta: The claim's delta; 0 without a claim.
+        neighbours: The meaning of a unit's absence.
+        cells: The number of rows that share the error of a contradiction, each for all its statements; None for the
+            number of rows returned.
         tables: How many calls share that error.
     """
     if not outcomes:
@@ -221,7 +221,7 @@ def _cell(
         alone: dict[str, Any] = {"candidates": candidates, "copies": copies, "delta": delta, "confidence": confidence}
         return top_rank_bound(hits, len(ranks), **alone), mean_rank_bound(ranks, **alone), point
 
-    alarms = bounds(1 - alarm, delta)  # a claim with a delta is contradicted by what holds with that delta alone
+    alarms = bounds(1 - alarm, delta)  # a claim with a delta is contradicted only by a bound that holds with that delta
     return Cell(
         side=side,
         kind=kind,
@@ -242,8 +242,8 @@ def _cell(
 
 
 def _excesses(first: Sequence[Outcome], alarms: Sequence[Evidence], limits: Limits, alarm: float) -> Iterator[Excess]:
-    """Yield what was measured above its ceiling, with an error of ``alarm`` for each statement."""
-    digits = all(one.kind in PAPER_KINDS for one in first)  # whose prior the ceiling of leaks has
+    """Yield the measurements above their ceiling, with an error of ``alarm`` for each statement."""
+    digits = all(one.kind in PAPER_KINDS for one in first)  # the ceiling of leaks has their prior
     for what, hits, ceiling in (
         ("the share of rank 1", sum(one.rank == 1 for one in first), limits.top),
         ("the leaked share", sum(one.found > 0 for one in first), limits.leak if digits else None),
@@ -262,9 +262,9 @@ def _excesses(first: Sequence[Outcome], alarms: Sequence[Evidence], limits: Limi
 
 
 def share(shares: Sequence[float]) -> Interval:
-    """Return the mean share with Clopper and Pearson's interval, each training counted as one observation.
+    """Return the mean share with Clopper and Pearson's interval, counting each training run as one observation.
 
-    Exact where a share is 0 or 1; parts of a training are rounded to the wider side.
+    It is exact if each share is 0 or 1; fractions within a training run are rounded to the wider side.
     """
     hits, trials = math.fsum(shares), len(shares)
     low = float(rate_at_least(math.floor(hits + 1e-9), trials, 0.025))
@@ -273,8 +273,8 @@ def share(shares: Sequence[float]) -> Interval:
 
 
 def _mean(values: Sequence[float], low: float, high: float) -> Interval:
-    """Return the mean with its t-interval over trainings, cut to what is possible; NaN bounds without spread."""
-    if len(set(values)) < 2:  # no spread was seen, which says little of how much there is
+    """Return the mean with its t-interval over training runs, cut to the possible range; NaN bounds without spread."""
+    if len(set(values)) < 2:  # no spread was observed, which says little about the true spread
         return Interval(float(np.mean(values)), math.nan, math.nan)
     found = seed_interval(values)
     return Interval(found.mean, max(low, found.low), min(high, found.high))

@@ -1,9 +1,9 @@
-r"""What a trained model reveals of planted secrets: perplexity, rank and exposure, and leaks in generated text.
+r"""Measure what a trained model reveals of planted secrets: perplexity, rank and exposure, and leaks in generated text.
 
-A generator judges a secret in the query by its log2 perplexity (Carlini et al. 2019, section 3), one in the passage by
--log2 p of the whole query given that passage. Leaks are sought in queries drawn for the passage *without* the secret. A
-dual encoder judges a candidate by -log2 of the softmax share of the canary's own passage among those of the others,
-without their secrets: ranks must be functions of the model and public texts.
+A generator scores a secret in the query by its log2 perplexity (Carlini et al. 2019, section 3), and one in the passage
+by -log2 p of the whole query given that passage. Leaks are searched in queries drawn for the passage *without* the
+secret. A dual encoder scores a candidate by -log2 of the softmax share of the canary's own passage among those of the
+other canaries, without their secrets: ranks must be functions of the model and public texts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]
 Result = TypeVar("Result")
 
 TEMPERATURE = 0.05
-"""Of the softmax, where embeddings have length 1; dot products of any length are taken as they are."""
+"""Of the softmax, if embeddings have length 1; dot products of any length are used unscaled."""
 
 _BETWEEN_DIGITS = re.compile(r"(?<=\d)[\s.,\-]+(?=\d)")
 _SPACES = re.compile(r"\s+")
@@ -40,7 +40,7 @@ _SPACES = re.compile(r"\s+")
 class SecretScore:
     """How well the model knows one canary's secret."""
 
-    # name, kind, side, copies, included: Of the canary.
+    # name, kind, side, copies, included: Those of the canary.
     name: str
     kind: str
     side: str
@@ -49,11 +49,11 @@ class SecretScore:
     bits: float  # log2 perplexity of the secret
     rank: int  # among the candidates, from 1; ties count against the finding
     exposure: float  # log2(candidates / rank) bits
-    margin: float  # by how many bits the secret is likelier than the other candidates on average
-    # Exposure by a skew-normal that is fitted to the other candidates; None where that is infinite.
+    margin: float  # by how many bits the secret is likelier than the average of the other candidates
+    # Exposure by a skew-normal fitted to the other candidates; None where that is infinite.
     extrapolated: float | None
     # Natural logarithm of the probability that one draw begins with the canary's query and secret, under the decoding;
-    # minus infinity where the nucleus excludes it, None where no query holds the secret.
+    # minus infinity if the nucleus excludes it, None if no query holds the secret.
     log_probability: float | None
 
     @classmethod
@@ -71,7 +71,7 @@ class SecretScore:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values; minus infinity as None beside ``never_drawn``."""
+        """Return the fields as JSON values; minus infinity becomes None with ``never_drawn`` true."""
         facts = asdict(self)
         never = self.log_probability is not None and math.isinf(self.log_probability)
         return facts | {"log_probability": None if never else self.log_probability, "never_drawn": never}
@@ -85,10 +85,10 @@ def score_canaries(
     span: Span = "secret",
     progress: Progress | None = None,
 ) -> list[SecretScore]:
-    """Score every canary under a generator, included or excluded by its coin.
+    """Score every canary under a generator, whether its coin included or excluded it.
 
-    ``span`` is the ``secret`` alone, or the whole ``query`` with its end mark, by which secrets in passages are
-    always judged. ``progress`` is called with (canaries done, canaries in all).
+    ``span`` is the ``secret`` alone, or the whole ``query`` with its end mark. Secrets in passages are always scored
+    by the latter. ``progress`` is called with (canaries done, canaries in total).
     """
     if span not in get_args(Span):
         raise ConfigurationError(f"task.span={span!r} is not one of {', '.join(get_args(Span))}.")
@@ -128,7 +128,7 @@ def _score_text(generator: GeneratorModel, canary: Canary, decoding: Decoding, s
 def _log_probability_of_draw(
     generator: GeneratorModel, canary: Canary, target: Sequence[int], decoding: Decoding
 ) -> float:
-    """Return the log probability that a draw for the passage without the secret begins with query and secret."""
+    """Return the log probability that a draw for the passage without the secret begins with the query and secret."""
     read = prefill(generator.model, generator.codec.passages([prompt_without_secret(canary)]))
     line_breaks = generator.codec.line_breaks
     drawn = target_scores(generator.model, read, [target], decoding, line_breaks=line_breaks).drawn
@@ -140,9 +140,9 @@ def _common(stem: Sequence[int], target: Sequence[int]) -> int:
 
 
 def prompt_without_secret(canary: Canary) -> str:
-    """Return the passage to draw queries for: the canary's own without its secret.
+    """Return the passage to draw queries for: the canary's own, with another candidate instead of the secret.
 
-    What is found in those queries was remembered; from the passage as it was planted it could have been copied.
+    A secret found in those queries was memorised; with the planted passage it could have been copied.
     """
     other = next(candidate for candidate in canary.candidates if candidate != canary.secret)
     return canary.passage_with(other)
@@ -155,7 +155,7 @@ class Leak:
     name: str
     draws: int
     found: int
-    copied: int | None  # the same for the passage with its secret in it; None where that is the same passage
+    copied: int | None  # the same for the passage that contains the secret; None if the passage never does
     sample: tuple[str, ...]  # the first query drawn, and the first with the secret if there is one
 
 
@@ -171,7 +171,7 @@ def draw_leaks(
     """Draw queries for each canary's passage and search them for its secret.
 
     Guarantees:
-        - The queries of a canary depend on model, passage, seed and its name alone.
+        - The queries of a canary depend only on model, passage, seed and the canary's name.
     """
     if draws < 1:
         raise ConfigurationError(f"task.draws={draws} must be at least 1.")
@@ -181,7 +181,7 @@ def draw_leaks(
         label, length = f"canary:{canary.name}", decoding.max_new_tokens
         numbers = np.stack([uniforms(seed, label, draw, length) for draw in range(draws)])
         sampled = decode(generator.model, read, numbers, decoding, line_breaks=generator.codec.line_breaks)
-        # With special tokens, which `TextCodec.text` leaves out: new-token canaries consist of them.
+        # Keep special tokens, which `TextCodec.text` omits: new-token canaries consist of them.
         return [str(generator.tokenizer.decode(each.tokens, skip_special_tokens=False)) for each in sampled]
 
     def leak(canary: Canary) -> Leak:
@@ -210,7 +210,7 @@ def holds(text: str, secret: str) -> bool:
 
 
 def score_pairs(towers: Towers, canaries: Sequence[Canary], *, progress: Progress | None = None) -> list[SecretScore]:
-    """Score every canary under a dual encoder, included or excluded by its coin."""
+    """Score every canary under a dual encoder, whether its coin included or excluded it."""
     check_all_fit(_BothSides(towers), canaries)
     texts = list(dict.fromkeys(canary.passage for canary in canaries))
     pool = towers.passage_encoder.encode(texts, "passage").double()
@@ -227,7 +227,7 @@ def score_pairs(towers: Towers, canaries: Sequence[Canary], *, progress: Progres
 
 
 def _bits(towers: Towers, canary: Canary, others: torch.Tensor) -> list[float]:
-    """Return for each candidate how many bits short of certain the encoders are of the query's own passage."""
+    """Return for each candidate -log2 of the share that the encoders give the query's own passage."""
     queries = [canary.query_with(secret) for secret in canary.candidates]
     passages = [canary.passage_with(secret) for secret in canary.candidates]
     asked = towers.query_encoder.encode(queries, "query").double()
@@ -239,7 +239,7 @@ def _bits(towers: Towers, canary: Canary, others: torch.Tensor) -> list[float]:
 
 
 class _BothSides:
-    """Two towers that turn the texts of either side into tokens, as `check_all_fit` asks them to."""
+    """Two towers that tokenize the texts of either side, as `check_all_fit` needs."""
 
     def __init__(self, towers: Towers) -> None:
         self._of: dict[Side, TextEncoder] = {"query": towers.query_encoder, "passage": towers.passage_encoder}

@@ -1,7 +1,7 @@
-"""Bounds on epsilon from an attack's error rates, for many trainings or canaries without mutual influence.
+"""Bounds on epsilon from an attack's error rates, for many training runs or canaries without mutual influence.
 
 Under (eps, delta)-DP every test has TPR <= e^eps FPR + delta and TNR <= e^eps FNR + delta. `clopper_pearson_audit`
-holds exact confidence bounds on both rates against that, for any mechanism (Jagielski, Ullman and Oprea 2020, arXiv
+compares exact confidence bounds on both rates with that, for any mechanism (Jagielski, Ullman and Oprea 2020, arXiv
 2006.07709; Nasr et al. 2021, arXiv 2101.04535).
 """
 
@@ -54,10 +54,10 @@ class Rate:
 
     hits: int  # how often the attack was right
     trials: int  # how often it guessed
-    chance: float | None  # the rate of a guess that knows nothing; None where that has no meaning
-    low: float  # exact lower bound of the rate (Clopper and Pearson, two-sided), for trials that are independent
+    chance: float | None  # the rate of an uninformed guess; None if that has no meaning
+    low: float  # exact lower bound of the rate (Clopper and Pearson, two-sided), for independent trials
     high: float  # exact upper bound
-    confidence: float  # of both
+    confidence: float  # of the interval
 
     @property
     def value(self) -> float:
@@ -83,7 +83,7 @@ def rate(hits: int, trials: int, *, chance: float | None = None, confidence: flo
 
 
 def error_rates_at_most(counts: Counts, error: float) -> tuple[float, float]:
-    """Return upper bounds on the false positive and negative rates, jointly wrong with at most ``error``."""
+    """Return upper bounds on false positive and negative rates; jointly wrong with probability at most ``error``."""
     return (
         float(rate_at_most(counts.fp, counts.others, error / 2)),
         float(rate_at_most(counts.fn, counts.members, error / 2)),
@@ -100,15 +100,15 @@ def clopper_pearson_audit(
 ) -> Evidence:
     """Return the largest epsilon contradicted by bounds on the false positive and negative rates.
 
-    ``delta``, ``confidence`` and ``copies`` as in `Terms`; ``strategy`` chooses the threshold, ``Bonferroni()`` by
+    ``delta``, ``confidence`` and ``copies`` are as in `Terms`; ``strategy`` chooses the threshold, ``Bonferroni()`` by
     default.
 
     Guarantees:
-        - Where the assumption holds, ``eps_lower`` is above the mechanism's epsilon with probability at most
-          ``1 - confidence``, whatever the mechanism is, under every strategy but ``Bonferroni(over="hull")``.
-        - ``Bonferroni(over="all")`` covers every threshold, also one that the scores suggested: beyond the k-th
-          highest score of n lies a share of the distribution that is Beta(k, n - k + 1), which has the very
-          quantiles of Clopper and Pearson, and there are at most n such shares to be wrong about.
+        - If the assumption holds, ``eps_lower`` is above the mechanism's epsilon with probability at most
+          ``1 - confidence``, for any mechanism, under every strategy except ``Bonferroni(over="hull")``.
+        - ``Bonferroni(over="all")`` covers every threshold, even one that the scores suggested. The share of the
+          distribution beyond the k-th highest of n scores is Beta(k, n - k + 1), which has exactly Clopper and
+          Pearson's quantiles, and at most n such shares can be wrong.
     """
     strategy = strategy or Bonferroni()
     terms = Terms(delta=delta, confidence=confidence, copies=copies)

@@ -1,6 +1,6 @@
-"""What an estimator takes and returns: the tested claim, a lower bound with its confidence, and what it assumes.
+"""The input and output of estimators: the tested claim, a lower bound with its confidence, and its assumptions.
 
-A canary that stands k times in the training data is k units, and may leak k times as much.
+A canary that occurs k times in the training data is k units, and may leak k times as much.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def bound_text(eps_lower: float, delta: float | None, confidence: float | None) 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Evidence of leakage: a lower bound on epsilon. Absence of leakage has no evidence."""
+    """Evidence of leakage: a lower bound on epsilon. There is no evidence of the absence of leakage."""
 
-    method: str  # which estimator
-    eps_lower: float  # the bound, for one copy of the unit. 0 where nothing is contradicted
-    delta: float | None  # the delta it goes with; None where the bound is on another curve than (eps, delta)
-    confidence: float | None  # probability that the bound is true where the assumption holds; None for a point value
+    method: str  # the estimator
+    eps_lower: float  # the bound, for one copy of the unit; 0 if nothing is contradicted
+    delta: float | None  # the delta of the bound; None if the bound is on another curve than (eps, delta)
+    confidence: float | None  # probability that the bound is true if the assumption holds; None for a point value
     assumption: str  # what must hold for that
-    copies: int = 1  # how often each canary stood in the training data; the bound is for one copy all the same
-    threshold: float | None = None  # the score from which a canary was taken for a member, where there was one
-    tests: int = 1  # number of thresholds that the allowed error was divided among
+    copies: int = 1  # how often each canary was in the training data; the bound is still for one copy
+    threshold: float | None = None  # the score from which a canary was guessed a member, if there was one
+    tests: int = 1  # number of thresholds that share the allowed error
 
     def __str__(self) -> str:
         bound = bound_text(self.eps_lower, self.delta, self.confidence)
@@ -53,9 +53,9 @@ class Evidence:
 class Terms:
     """The tested claim and the confidence; every estimator validates them here."""
 
-    delta: float  # of the claim, for one unit
+    delta: float  # the claim's, for one unit
     confidence: float  # probability that the bound is true
-    copies: int  # how often each included canary stood in the training data; so many copies are so many units
+    copies: int  # how often each included canary was in the training data; each copy is a unit
 
     def __post_init__(self) -> None:
         check_delta(self.delta)
@@ -67,7 +67,7 @@ class Terms:
         return 1 - self.confidence
 
     def group_delta(self, eps: float) -> float:
-        """Return the delta of all copies together at ``copies * eps``."""
+        """Return the delta of all copies together, at ``copies * eps``."""
         return group_delta(eps, self.delta, self.copies)
 
     def evidence(
@@ -108,12 +108,12 @@ def check_hits(hits: int, trials: int, *, names: tuple[str, str] = ("hits", "tri
 
 # -- probabilities, epsilon and delta, for one unit and for groups of units
 
-#: No audit tells epsilons beyond this one apart.
+#: The largest epsilon that audits distinguish.
 LARGEST = 1e6
 
 
 def group_delta(eps: float, delta: float, copies: int) -> float:
-    """Return the delta of ``copies`` units at ``copies * eps``, where one unit has (eps, delta).
+    """Return the delta of ``copies`` units at ``copies * eps``, if one unit has (eps, delta).
 
     delta (e^(k eps) - 1) / (e^eps - 1), at most 1 (Vadhan 2017, "The Complexity of Differential Privacy",
     Lemma 2.2). It rises with ``eps``.
@@ -125,7 +125,7 @@ def group_delta(eps: float, delta: float, copies: int) -> float:
         return delta
     if eps == 0:
         return min(1.0, copies * delta)
-    # exp((k - 1) eps) (1 - exp(-k eps)) / (1 - exp(-eps)): nothing overflows before the exponent says so.
+    # exp((k - 1) eps) (1 - exp(-k eps)) / (1 - exp(-eps)), in a form that does not overflow early.
     log = math.log(delta) + (copies - 1) * eps + math.log(math.expm1(-copies * eps) / math.expm1(-eps))
     return math.exp(log) if log < 0 else 1.0
 
@@ -133,8 +133,8 @@ def group_delta(eps: float, delta: float, copies: int) -> float:
 def least_epsilon(success: float, chance: float, *, delta: float = 0.0, copies: int = 1) -> float:
     """Return the smallest eps >= 0 under which an event's probability may rise from ``chance`` to ``success``.
 
-    The smallest with e^(k eps) chance + delta_k >= success. The left side rises with eps, which is what the
-    bisection rests on where there is no closed form.
+    This is the smallest with e^(k eps) chance + delta_k >= success. The left side rises with eps; where there is no
+    closed form, bisection relies on that.
     """
     if success <= delta * copies + chance:
         return 0.0
@@ -146,12 +146,12 @@ def least_epsilon(success: float, chance: float, *, delta: float = 0.0, copies: 
     def allowed(eps: float) -> bool:
         return math.exp(min(copies * eps, 700.0)) * chance + group_delta(eps, delta, copies) >= success
 
-    # By bisection: where group_delta reaches 1, a root finder may stop anywhere on the plateau, above the smallest.
+    # Use bisection: where group_delta reaches 1, a root finder may stop anywhere on the plateau, above the smallest.
     return least_where(allowed, math.log(success / chance) / copies)
 
 
 def least_where(allowed: Callable[[float], bool], high: float) -> float:
-    """Return the largest number below which the monotone ``allowed`` is false; it is true from ``high`` on."""
+    """Return the largest number below which the monotone ``allowed`` is false; it must be true from ``high`` on."""
     low = 0.0
     while high - low > 1e-10 * max(high, 1e-3):
         middle = (low + high) / 2
@@ -163,8 +163,8 @@ def largest_contradicted(contradicted: Callable[[float], bool], floor: float = 0
     """Return the largest contradicted epsilon, to seven digits; ``floor`` if there is none above it.
 
     Guarantees:
-        - Above ``floor`` the answer was itself contradicted, so it is a lower bound whatever the function's shape.
-        - Where ``contradicted`` is true up to a point and false from there on, that point.
+        - Above ``floor``, the result was itself contradicted, so it is a lower bound whatever the function's shape.
+        - If ``contradicted`` is true up to a point and false from there on, the result is that point.
     """
     if not contradicted(floor):
         return floor

@@ -1,8 +1,8 @@
 """Select synthetic queries so that their bins have the frequencies of a private histogram.
 
-A noised histogram of the private queries over public bins says what was really asked about, for a fraction of the
-privacy that training costs. Queries that are chosen by it carry the claim that composes generator and histogram,
-which is the one on the histogram's card.
+A noised histogram of the private queries over public bins shows what people really asked about, for a fraction of the
+privacy that training costs. Queries selected by it carry the claim that composes generator and histogram, which is that
+of the histogram's card.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class HistogramMatch(QueryFilter):
     """Keep a share of the queries, drawn so that their bins are distributed like a private histogram's.
 
     Guarantees:
-        - What is kept is a function of the queries, the histogram, the settings and the public seed.
-        - Of each bin as many are kept as its share asks for, or all there are; what a bin lacks is made up by
-          the others in proportion.
-        - What is kept carries the claim of the histogram's card. A histogram whose card does not compose the claim of
+        - The selection is a function of the queries, the histogram, the settings and the public seed.
+        - From each bin as many queries are kept as its share asks for, or all that it has; the other bins make up
+          for a shortage in proportion.
+        - The selection carries the claim of the histogram's card. A histogram whose card does not compose the claim of
           these very queries is refused.
     """
 
@@ -46,10 +46,9 @@ class HistogramMatch(QueryFilter):
     histogram: str | Path  # the run folder of ``task=histogram``
     _: KW_ONLY
     keep_share: float = 0.5
-    """How many queries are kept, as a share in (0, 1]. The smaller, the closer they come to the histogram; with 1 all
-    are kept."""
-    seed: int = 0  # which queries of a bin are kept; public
-    encoder: str | None = None  # where the encoder of topics lies, if it was a folder
+    """The share of the queries to keep, in (0, 1]. Smaller shares come closer to the histogram; 1 keeps all."""
+    seed: int = 0  # decides which queries of a bin are kept; public
+    encoder: str | None = None  # the folder of the topics' encoder, if it was a folder
     encoder_is_public: bool = False  # declares that nothing private went into it
 
     def __post_init__(self) -> None:
@@ -69,7 +68,7 @@ class HistogramMatch(QueryFilter):
         return self.folder
 
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
-        """Return how many places before the end of its bin's quota a query is; those above zero are kept."""
+        """Return how much of its bin's quota is left when a query's turn comes; queries above zero are kept."""
         histogram, bins = self._read()
         target = histogram.target
         found = bins.assign([q.text for q in released], [q.passage_id for q in released])
@@ -91,7 +90,7 @@ class HistogramMatch(QueryFilter):
         before, after = self.distances or (None, None)
         return {
             "filter": self.name,
-            "uses_private_data": False,  # but a release of its own, which the claim of what is kept is charged with
+            "uses_private_data": False,  # but another release, which the claim of the selection is charged with
             "histogram": self.folder.resolve().name,
             "histogram_card_sha256": card_sha256(self.folder),
             "keep_share": self.keep_share,
@@ -110,18 +109,18 @@ class HistogramMatch(QueryFilter):
 
 
 def quotas(target: np.ndarray, there: np.ndarray, wanted: int) -> np.ndarray:
-    """Return how many queries to take from each bin: by the target's shares, at most the available, ``wanted`` in all.
+    """Return how many queries to take from each bin, ``wanted`` in total: by the target's shares, or all it has.
 
     Example:
         >>> quotas(np.array([0.5, 0.5, 0.0]), np.array([100, 10, 50]), 60).tolist()
         [50, 10, 0]
 
-    ``target`` is the wanted distribution, ``there`` how many there are of each, both ``(bins,)``; where the bins with
-    a share hold fewer than ``wanted``, so many are taken.
+    ``target`` is the wanted distribution, ``there`` the number of queries in each bin, both ``(bins,)``. If the bins
+    with a share hold fewer than ``wanted`` queries, all of those are taken.
     """
     wanted = min(wanted, int(there[target > 0].sum()))
     due, full = np.zeros(len(target)), (target <= 0) | (there == 0)
-    while True:  # a bin that runs short is taken whole, and its share falls to the others
+    while True:  # a bin that runs short is taken whole, and its share goes to the others
         due[full] = np.where(target > 0, there, 0)[full]
         if full.all():
             break
@@ -131,24 +130,24 @@ def quotas(target: np.ndarray, there: np.ndarray, wanted: int) -> np.ndarray:
             break
         full |= short
     quota = np.floor(due + 1e-9).astype(np.int64)
-    room = np.where(quota < there, due - quota, -1.0)  # the largest remainders get what rounding left
+    room = np.where(quota < there, due - quota, -1.0)  # the largest remainders get what rounding left over
     quota[np.argsort(-room, kind="stable")[: wanted - int(quota.sum())]] += 1
     return quota
 
 
 def _distance(counts: np.ndarray, target: np.ndarray) -> float:
-    """Total variation between counts and a distribution, in [0, 1]."""
+    """Return the total variation between counts and a distribution, in [0, 1]."""
     return round(float(np.abs(counts / counts.sum() - target).sum()) / 2, 6)
 
 
 def require_composed(folder: Path, released: ReleasedQueries) -> None:
     """Refuse a histogram whose card does not compose the claim of these queries.
 
-    Guarantees, after it returns, that the card in ``folder`` agrees with its ledger and its files, and either is
-    named by the queries' own, or tells of a start that is an ancestor of the queries and was charged with the very
-    releases that their card states (that of another histogram, where one chose among them before). A card to which an
-    audit added results in between is the same ancestor, where it lies within reach, gives back the one that was named
-    when the results are taken off, and is not contradicted by them.
+    Guarantees, after it returns, that the card in ``folder`` agrees with its ledger and its files. In addition, either
+    the queries' own card names it, or it records a start that is an ancestor of the queries and was charged with
+    exactly the releases that their card states (the card of another histogram, if one selected them before). A card to
+    which an audit added results in between is the same ancestor if it is within reach, equals the named card once the
+    results are removed, and is not contradicted by them.
     """
     card = read_card(folder)
     if problems := verify_card(card, folder / LEDGER_NAME, folder=folder):
@@ -185,10 +184,10 @@ def require_composed(folder: Path, released: ReleasedQueries) -> None:
 
 
 def _the_same_card(named: str, released: ReleasedQueries, *, near: Sequence[Path]) -> bool:
-    """Return whether the card ``named`` is an ancestor of the queries but for results of audits.
+    """Return whether the card ``named`` is an ancestor of the queries, apart from results of audits.
 
-    Run and model folder have a copy each, which an audit amends one after the other: two copies are one card where
-    both were the same before.
+    Run and model folder have a copy each, which an audit amends one after the other: two copies are one card if both
+    were the same before.
     """
     lineage = Lineage()
     for folder in near:
@@ -206,7 +205,7 @@ def _the_same_card(named: str, released: ReleasedQueries, *, near: Sequence[Path
 
 
 def _releases(facts: Any, card: Mapping[str, Any] | None = None) -> list[str]:
-    """Releases in an order of their own, without labels; as the card's accounting charges them."""
+    """Return the releases in a canonical order, without labels, as the card's accounting charges them."""
     found = [release_from_dict(one) for one in facts]
     if card is not None and charges_every_unit(card):
         found = every_unit_in_every_step(found)

@@ -1,8 +1,8 @@
 """Count the texts that occur in the pre-training corpus of a public model.
 
-A query that the public model had read before is not hidden by any noise. A text counts as found when its words stand in
-one document in a row, whatever case, punctuation and line breaks; and, more widely, when any 13 words do (Brown et al.,
-2020, appendix C). The corpus is read once, as a stream; the share found in a sample of it is a lower bound.
+Noise does not hide a query that the public model read before. A text counts as found if its words occur in one document
+in a row, ignoring case, punctuation and line breaks; and, more widely, if any 13 of its words do (Brown et al., 2020,
+appendix C). The corpus is read once, as a stream; the share found in a sample of it is a lower bound.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.synthesis.textsim.overlap import Share
 from lit_dpret.synthesis.textsim.words import check_n, check_texts, words
 
-_CHUNK = 1_000_000  # words of the corpus that are looked at together
+_CHUNK = 1_000_000  # words of the corpus that are processed together
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no digit is lost modulo 2**64
 
 Ids = NDArray[np.uint32]
@@ -28,10 +28,10 @@ Ids = NDArray[np.uint32]
 class Found:
     """The found texts of one list."""
 
-    exact: Share  # texts all of whose words stand in a document in a row, of those with any word
-    ngram: Share  # texts with a run of ``n`` words that stands in a document, of those with ``n`` words at least
+    exact: Share  # texts whose words all occur in a row in a document, of those with any word
+    ngram: Share  # texts with a run of ``n`` words that occurs in a document, of those with at least ``n`` words
     n: int
-    # For each text whether it was found exactly; texts of the caller, so keep it where they are kept.
+    # For each text, whether it was found exactly. It reveals the caller's texts, so store it with them.
     which: tuple[bool, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -50,12 +50,12 @@ class Corpus:
 def find_in_corpus(
     lists: Mapping[str, Sequence[str]], documents: Iterable[str], *, n: int = 13
 ) -> tuple[dict[str, Found], Corpus]:
-    """Search one corpus once for several lists of texts, by name; return what was found, and how much was read.
+    """Search one corpus once for several lists of texts, by name; return the results, and how much was read.
 
     Guarantees:
-        - Every text that counts as found stands in a document word for word: hashes only say where to look.
-        - Memory grows with the texts looked for and the longest document, not with the corpus.
-        - The order of the documents does not matter, and no match reaches over the end of one.
+        - Every text that counts as found is in a document word for word: hashes only decide where to look.
+        - Memory grows with the texts searched for and the longest document, not with the corpus.
+        - The order of the documents does not matter, and no match crosses the end of a document.
     """
     check_n(n)
     wanted: dict[str, list[list[str]]] = {}
@@ -84,9 +84,9 @@ def find_in_corpus(
 def bounds(found: Share, sampled: float) -> tuple[float, float]:
     """Return bounds for the whole corpus from a share found in a sample, at the level of the share's interval.
 
-    A sample that took every document with probability ``sampled``, independently, holds a copy of each text of the
+    A sample that took every document with probability ``sampled``, independently, contains a copy of each text of the
     corpus with at least that probability. So the share s of the whole and the share f expected in the sample
-    satisfy f <= s <= f / sampled. Texts that share documents are found together: the interval of f is then too
+    satisfy f <= s <= f / sampled. Texts that share documents are found together; the interval of f is then too
     narrow.
 
     >>> [round(bound, 4) for bound in bounds(Share(2, 100), 0.5)]
@@ -98,10 +98,10 @@ def bounds(found: Share, sampled: float) -> tuple[float, float]:
 
 
 class _Index:
-    """The texts looked for, by the hashes of their first words and of their n-grams."""
+    """The texts searched for, by the hashes of their first words and of their n-grams."""
 
     def __init__(self, texts: Sequence[Sequence[str]], n: int) -> None:
-        self.number: dict[str, int] = {}  # 0 is for words of the corpus that no text has
+        self.number: dict[str, int] = {}  # 0 is for words of the corpus that are in no text
         self.n = n
         self._texts: list[Ids] = [
             np.array([self.number.setdefault(word, len(self.number) + 1) for word in tokens], dtype=np.uint32)
@@ -113,7 +113,7 @@ class _Index:
         for i, ids in enumerate(self._texts):
             if len(ids):
                 by_length.setdefault(min(len(ids), n), []).append(i)
-        # A text is found by its first words, as many as it has and n at most; a run of n by all n-grams of it.
+        # A text is found by its first words, at most n; a run of n words by all n-grams of the text.
         self._starts = {
             length: _Table([(i, _hashes(self._texts[i][:length], length)) for i in members])
             for length, members in sorted(by_length.items())
@@ -121,7 +121,7 @@ class _Index:
         self._runs = _Table([(i, _hashes(ids, n)) for i, ids in enumerate(self._texts)])
 
     def look(self, corpus: Ids) -> None:
-        """Mark what stands in a piece of the corpus; documents in it are kept apart by zeros."""
+        """Mark the texts that occur in a piece of the corpus, in which zeros separate documents."""
         for length, table in self._starts.items():
             for place, i, _ in table.candidates(_hashes(corpus, length), self.exact):
                 if not self.exact[i] and np.array_equal(corpus[place : place + len(self._texts[i])], self._texts[i]):
@@ -132,7 +132,7 @@ class _Index:
 
 
 class _Table:
-    """The hashes of texts, each with the text and the place in it that it comes from."""
+    """The hashes of texts, each with its text and its position there."""
 
     def __init__(self, hashed: Sequence[tuple[int, NDArray[np.uint64]]]) -> None:
         hashes = np.concatenate([each for _, each in hashed])
@@ -142,7 +142,7 @@ class _Table:
         self._places = np.concatenate([np.arange(len(each)) for _, each in hashed])[order]
 
     def candidates(self, corpus: NDArray[np.uint64], done: NDArray[np.bool_]) -> Iterator[tuple[int, int, int]]:
-        """(place in the corpus, text, place in the text) of every equal hash, but for texts that are done."""
+        """Yield (position in the corpus, text, position in the text) of every equal hash, except for done texts."""
         alive = ~done[self._texts]
         if not alive.all():
             self._hashes, self._texts, self._places = (
@@ -161,7 +161,7 @@ class _Table:
 
 
 def _hashes(ids: Ids, length: int) -> NDArray[np.uint64]:
-    """Return a hash of every run of ``length`` numbers: their polynomial modulo 2**64; none where there are fewer."""
+    """Return a hash of every run of ``length`` numbers: their polynomial modulo 2**64; empty if there are fewer."""
     count = len(ids) - length + 1
     if count < 1:
         return np.empty(0, dtype=np.uint64)
@@ -174,7 +174,7 @@ def _hashes(ids: Ids, length: int) -> NDArray[np.uint64]:
 
 
 def _chunks(documents: Iterable[str], number: dict[str, int], read: list[int]) -> Iterator[Ids]:
-    """Yield the corpus as numbers of words, with a zero behind each document; ``read`` counts both."""
+    """Yield the corpus as numbers of words, with a zero after each document; ``read`` counts documents and words."""
     held: list[int] = []
     for document in documents:
         tokens = words(document)
