@@ -1,7 +1,7 @@
 """Predict a private step on another accelerator, from the vendor's rates for each kind of work.
 
-One rate for everything would be wrong by a factor, so products in bfloat16 and in float32, passes over memory, noise
-and messages have a rate each, and a step is told as a range: from every class at its peak to every class at an assumed
+One rate for everything would be off by a factor. So products in bfloat16 and in float32, passes over memory, noise and
+messages each have a rate, and a step is predicted as a range: from every class at its peak to every class at an assumed
 share of it. Nothing here was measured on a GPU.
 """
 
@@ -23,17 +23,17 @@ ASSUMED = {
     "bfloat16 products": 0.3, "tf32 products": 0.3, "float32 products": 0.5, "memory": 0.5, "update": 0.5,
     "messages": 0.5,
 }  # fmt: skip
-"""Assumed: shares of the peak that a private step reaches. Nothing supports them but that none is near one."""
+"""Assumed shares of the peak that a private step reaches. Their only support is that none is near one."""
 
 _UPDATE_BYTES = 40
-"""Read and written for each trained weight in an update: sum, noise, two states, float32 copy, weight."""
+"""Bytes read and written per trained weight in an update: sum, noise, two states, float32 copy, weight."""
 
 _NOISE_BYTES: dict[NoiseName, int] = {"gaussian": 2300, "discrete": 5900}
-"""Read and written on the accelerator for one coordinate of noise from ChaCha20, operation by operation."""
-# Counted on the CPU, where the operations are the same; a test holds them to it.
+"""Bytes read and written on the accelerator per coordinate of noise from ChaCha20, operation by operation."""
+# Counted on the CPU, where the operations are the same; a test checks them.
 
 _NODE, _NETWORK = 8, 50e9
-"""Devices of a node, and bytes per second of a device beyond it: an adapter of 400 Gbit/s each, as usual."""
+"""Devices of a node, and bytes per second of a device beyond it: one typical 400 Gbit/s adapter each."""
 
 
 def check_devices(device: str, world: int, strategy: str) -> None:
@@ -48,12 +48,13 @@ def predict(
 ) -> dict[str, Any]:  # fmt: skip
     """Predict one step of ``batch`` rows on ``world`` devices, with bfloat16 weights and float32 copies.
 
-    Noise is drawn on the processor, at ``seconds_of_a_normal`` (None measures it here), or, with ``secure_rng`` and as
-    ``discrete`` noise always, on the device. Any engine but ``ghost_tf32`` and ``ghost_bf16`` is taken for ``ghost``.
+    Noise is drawn on the processor, at ``seconds_of_a_normal`` (None measures it here). With ``secure_rng``, and always
+    for ``discrete`` noise, it is drawn on the device. Engines other than ``ghost_tf32`` and ``ghost_bf16`` count as
+    ``ghost``.
 
     Returns:
-        Bytes on each device, ``rows_that_fit`` (0 where none does), ``seconds`` of each class of work ``at_peak`` and
-        ``assumed``, and their sums ``seconds_per_step`` (from, to); None where no row fits.
+        Bytes on each device, ``rows_that_fit`` (0 if none does), ``seconds`` of each class of work ``at_peak`` and
+        ``assumed``, and their sums ``seconds_per_step`` (from, to); both are None if no row fits.
     """
     known, work, on_device = accelerator(device), work_of(outline), secure_rng or noise == "discrete"
     by_block = strategy == "fsdp" and engine in BY_BLOCK
@@ -107,16 +108,16 @@ def predict(
     }
 
 
-#: By engine, how many products stand for one of a weighted sum (`arithmetic.Format.parts`).
+#: By engine: the number of products that replace one of a weighted sum (`arithmetic.Format.parts`).
 _PARTS = {"ghost_tf32": 1, "ghost_bf16": 2}
 
 
 def products_of(work: Work, *, again: bool, size: int = 2, engine: str = "ghost") -> tuple[int, int, int]:
     """Return the operations of a private row: of passes, of products in the engine's low precision, and in float32.
 
-    The first are forward and to the inputs, and may be half precision. The others are each unit's norm, from pairs or
-    written out, whichever the engine takes, and the weighted sum; what is tied to an embedding is in float32 always.
-    ``again``: the forward pass is made twice (gradient checkpointing); ``size``: bytes of a value of the passes.
+    The first are forward and to the inputs, and may use half precision. The others are each unit's norm, from pairs or
+    written out, as the engine does it, and the weighted sum. Products tied to an embedding are always in float32.
+    ``again`` means that the forward pass runs twice (gradient checkpointing). ``size`` is bytes per value of a pass.
     """
     sums = low = full = 0
     for product, count in work.products.items():
@@ -142,6 +143,6 @@ def _sent(outline: Any, strategy: str, world: int, *, batches: int, by_block: bo
     elif strategy == "zero3":
         weights *= batches  # gathered for every physical batch
     elif by_block:
-        weights *= 2 * batches  # for its forward and its backward pass, after which its sums are added up
+        weights *= 2 * batches  # for forward and backward pass, after which the block's sums are added up
         sums *= batches
     return (world - 1) / world * (sums + weights)

@@ -21,7 +21,7 @@ class Product:
     inputs: int
     outputs: int
     trained: bool = True
-    tied: bool = False  # its weight is that of an embedding as well
+    tied: bool = False  # its weight is also that of an embedding
 
     @property
     def size(self) -> int:
@@ -33,7 +33,7 @@ class Product:
 class Work:
     """The work for one row."""
 
-    products: dict[Product, int]  # the linear layers, equal ones counted
+    products: dict[Product, int]  # linear layers, with the number of equal ones
     scores: int  # attention weights of all heads and layers
     score_products: int  # multiplications with them
     logits: int  # values of the output layer
@@ -49,20 +49,20 @@ class Work:
     def model_flops(self) -> int:
         """Operations that a step without privacy needs: forward, gradients of inputs, gradients of trained weights.
 
-        The count by which model FLOP utilisation is stated (Chowdhery et al. 2022, 2204.02311, appendix B), attention
-        included and recomputation left out.
+        This is the count used for model FLOP utilisation (Chowdhery et al. 2022, 2204.02311, appendix B), including
+        attention and excluding recomputation.
         """
         trained = 2 * sum(count * product.size for product, count in self.products.items() if product.trained)
         return 2 * self.forward_flops + 2 * self.score_products + trained
 
     @property
     def linear_values(self) -> int:
-        """The number of inputs and outputs of all linear layers."""
+        """The number of inputs and outputs of all linear layers together."""
         return sum(count * p.tokens * (p.inputs + p.outputs) for p, count in self.products.items())
 
 
 def work_of(outline: Any) -> Work:
-    """Count the work of one row at the full lengths; ``outline`` is a generator with or without its weights."""
+    """Count the work of one row at full lengths; ``outline`` is a generator with or without its weights."""
     model: Any = outline.model
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
@@ -104,15 +104,15 @@ def work_of(outline: Any) -> Work:
 
 
 def _tokens_of(name: str, source: int, target: int) -> int:
-    """Return how many tokens of a row pass the layer of that name in an encoder-decoder model."""
+    """Return how many tokens of a row pass through the named layer of an encoder-decoder model."""
     crossed = any(part in name for part in ("EncDecAttention.k", "EncDecAttention.v"))
     crossed = crossed or any(part in name for part in ("encoder_attn.k", "encoder_attn.v"))
     return source if crossed or "encoder." in f".{name}".replace("decoder.", "") else target
 
 
 PASSES = 20
-"""The number of single reads and writes of each value of a linear layer, an attention weight or a logit."""
-# Set by hand on T5-small and five T5s of 1 to 4 layers of 32 to 256 columns: 0.7 to 1.1 of the real time.
+"""The number of elementwise reads and writes of each value of a linear layer, an attention weight or a logit."""
+# Set by hand on T5-small and five T5s with 1 to 4 layers of 32 to 256 columns: 0.7 to 1.1 of the real time.
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,12 @@ class Accelerator:
 
     name: str
     bf16_flops: float  # peak operations per second of dense bfloat16 products
-    tf32_flops: float  # of dense products with TF32 inputs; the next where it has none
+    tf32_flops: float  # of dense products with TF32 inputs; equals the next if it has none
     fp32_flops: float  # of float32 products, without TF32
     bandwidth: float  # bytes per second of its memory
     memory: float
     link: float  # bytes per second to the other devices of a node, in one direction
-    source: str  # where the numbers stand
+    source: str  # source of the numbers
 
 
 _GIB = 2**30

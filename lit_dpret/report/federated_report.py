@@ -1,7 +1,7 @@
 """PDD-AS2 and its baselines as a page, a table and data: the paper's Table 1 with our values.
 
-Numbers here are of private queries, whatever budget the training had: a page like this stays where they are. The
-guarantee (what each silo spent) and the measures stand side by side and are never one number.
+The numbers here are computed from private queries, whatever the training budget: keep the page with the queries. The
+guarantee (what each silo spent) and the measures are shown side by side and never combined into one number.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lit_dpret.settings import picked
 _PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper_004.json").read_text(encoding="utf-8"))
 # Columns of Table 1 by our names, with their titles.
 COLUMNS: Mapping[str, str] = _PAPER["columns"]
-# Rows in the paper's order: by our name the group's heading, the paper's name and its numbers; none for a row of ours.
+# Rows in the paper's order: by our name, the group's heading, the paper's name and its numbers; None for rows of ours.
 TABLE_1: Mapping[str, tuple[str, str, list[float] | None]] = {
     row["system"]: (row["group"], row["label"], row["values"]) for row in _PAPER["rows"]
 }
-# Rows that no train query has a say in, given the collections; the second learns from a silo's sentences.
+# Rows that no train query influences, given the collections; the second learns from a silo's sentences.
 WITHOUT_QUERIES: tuple[Literal["zero_shot", "pseudo_queries"], ...] = ("zero_shot", "pseudo_queries")
-# What the paper says is better than what, in its text or by its table.
+# Pairs (better, worse) by the paper's text or table.
 ORDERS: list[tuple[str, str]] = [(better, worse) for better, worse in _PAPER["orders"]]
 
 
@@ -56,7 +56,7 @@ def impossible_cells() -> list[tuple[str, str, float, float]]:
 
 
 def table_1(systems: Mapping[str, Any]) -> Grid:
-    """Return each cell ours / the paper's, in the paper's order and under its headings."""
+    """Return a table with each cell ours / the paper's, in the paper's order and under its headings."""
     body: list[list[object]] = []
     heading = ""
     for system, (group, label, theirs) in TABLE_1.items():
@@ -67,7 +67,7 @@ def table_1(systems: Mapping[str, Any]) -> Grid:
             body.append([group, *([""] * len(COLUMNS))])
         measures = systems[system]["measures"]
         papers = ["–"] * len(COLUMNS) if theirs is None else [f"{paper:.3f}" for paper in theirs]
-        ours = [measures[name]["over_silos"] for name in COLUMNS]  # nothing where silos elsewhere keep their measures
+        ours = [measures[name]["over_silos"] for name in COLUMNS]  # empty for silos elsewhere that keep their measures
         ours = ["withheld" if found.get("mean") is None else show(interval_of(found)) for found in ours]
         body.append([label, *(f"{mine} / {paper}" for mine, paper in zip(ours, papers, strict=True))])
     return Grid(("ours / paper", *COLUMNS.values()), body, frozenset(range(1, 1 + len(COLUMNS))))
@@ -96,19 +96,19 @@ _ONE_RUN = (
 
 @dataclass(frozen=True, kw_only=True)
 class FederatedRow:
-    """One system over its seeds."""
+    """One system with all its seeds."""
 
     system: str  # its name in `TABLE_1`
-    # For each seed, client and measure one value for each query; a silo that withholds its own is left out.
+    # By seed, client and measure: one value for each query; a silo that withholds its values is missing.
     values: Mapping[int, Mapping[str, Mapping[str, Sequence[float]]]]
-    # For each client the largest epsilon of one seed; None promises nothing, empty where nothing is sent.
+    # By client: the largest epsilon of one seed; None without a guarantee, empty if nothing is sent.
     epsilon: Mapping[str, float | None] = field(default_factory=dict)
-    # For each client the epsilon of what all seeds released together, where its ledgers are known.
+    # By client: the epsilon of everything that all seeds released together, if its ledgers are known.
     over_seeds: Mapping[str, float] = field(default_factory=dict)
-    # Bytes by client and phase, the mean over seeds.
+    # Bytes by client and phase, averaged over seeds.
     sent: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     cpu_seconds: float = 0.0  # of all seeds together
-    faults: Sequence[str] = ()  # clients whose answers were left out, and why
+    faults: Sequence[str] = ()  # clients whose answers were omitted, and why
 
     @property
     def label(self) -> str:
@@ -116,11 +116,11 @@ class FederatedRow:
         return TABLE_1[self.system][1]
 
     def over_silos(self, metric: str) -> dict[int, float]:
-        """Return for each seed with reported measures the mean over silos of their means over queries."""
+        """Return the mean over silos of their means over queries, for each seed with reported measures."""
         return {seed: float(np.mean([np.mean(one) for one in found])) for seed, found in self._reported(metric)}
 
     def over_queries(self, metric: str) -> dict[int, float]:
-        """Return for each seed the mean over all queries of all silos."""
+        """Return the mean over all queries of all silos, for each seed."""
         return {seed: float(np.mean(np.concatenate(found))) for seed, found in self._reported(metric)}
 
     def _reported(self, metric: str) -> list[tuple[int, list[Sequence[float]]]]:
@@ -128,7 +128,7 @@ class FederatedRow:
         return [(seed, [measures[metric] for measures in clients]) for seed, clients in known]
 
     def of_client(self, client: str, metric: str) -> dict[int, float]:
-        """Return for each seed the mean over one silo's queries."""
+        """Return the mean over one silo's queries, for each seed."""
         return {seed: float(np.mean(clients[client][metric])) for seed, clients in self.values.items()}
 
     @property
@@ -140,30 +140,30 @@ class FederatedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class FederatedFacts:
-    """Facts of the page besides the numbers."""
+    """Facts of the page other than the numbers."""
 
     silos: Mapping[str, Mapping[str, int]]  # passages, sentences and queries of each client
-    split: str  # on which questions
-    model: str  # the encoder in words
+    split: str  # the questions evaluated on
+    model: str  # the encoder, in words
     # The trust table's rows: what leaves a silo, what the server sees, what other silos see, what protects.
     trust: Sequence[tuple[str, str, str, str]]
-    eps: float | None  # of each silo; None for no privacy
+    eps: float | None  # of each silo; None without privacy
     unit: str  # of the budget
-    command: str  # what to type to get the same again
-    delta: float | None = None  # of the budget of each silo; None for 1/(2n), n being the number of its units
+    command: str  # the command that reproduces the page
+    delta: float | None = None  # of each silo's budget; None for 1/(2n), where n is the number of its units
     neighbours: str = "zero_out"  # of the budget
-    # For each client the epsilon of everything behind the page, all systems and seeds composed; empty where its ledgers
+    # By client: the epsilon of all runs that the page covers, all systems and seeds composed; empty if its ledgers
     # are not known.
     together: Mapping[str, float] = field(default_factory=dict)
-    # The same of the passages of its collection, where centroids of them were released.
+    # The same for the passages of its collection, if their centroids were released.
     passages: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)  # everything that results depend on, by name
     notes: Sequence[str] = ()  # further remarks
-    data: Mapping[str, str] = field(default_factory=dict)  # which data, as every result says (`data_facts`)
+    data: Mapping[str, str] = field(default_factory=dict)  # the data used, as every result states it (`data_facts`)
 
     @property
     def terms(self) -> str:
-        """The conditions printed beside every epsilon on the page."""
+        """The conditions printed next to every epsilon on the page."""
         delta = f"1/(2n), n being the number of its {self.unit} units" if self.delta is None else f"{self.delta:g}"
         return f"delta = {delta}, for one {self.unit}, {self.neighbours}"
 
@@ -171,7 +171,7 @@ class FederatedFacts:
 def write_federated_report(folder: Path, rows: Sequence[FederatedRow], facts: FederatedFacts) -> dict[str, Path]:
     """Write ``pdd_as2.{html,md,json}`` and, if there is something to draw, ``gain_per_client.svg``.
 
-    ``rows`` are systems, each with at least one seed; returns the paths by file name.
+    ``rows`` are systems, each with at least one seed. Return the paths by file name.
     """
     by_name = {row.system: row for row in rows}
     ordered = [by_name[name] for name in TABLE_1 if name in by_name]
@@ -195,7 +195,7 @@ def _lead(rows: Sequence[FederatedRow], facts: FederatedFacts) -> list[Block]:
             f"Each silo has a budget of epsilon = {facts.eps:g} at {facts.terms}, for everything that leaves it in one "
             "run: one system with one seed."
         )
-        runs = sum(len(row.values) for row in rows if row.epsilon) if facts.silos else 1  # elsewhere all are one
+        runs = sum(len(row.values) for row in rows if row.epsilon) if facts.silos else 1  # without silos here: one run
         most = max(facts.together.values(), default=None)
         if runs <= 1:
             page = "This page shows one such run."
@@ -390,7 +390,7 @@ def _silos(silos: Mapping[str, Mapping[str, int]]) -> Grid:
 
 
 def _data(rows: Sequence[FederatedRow], by_name: Mapping[str, FederatedRow], facts: FederatedFacts) -> dict[str, Any]:
-    """Everything on the page as data; means of private queries, and so as internal as the page."""
+    """Return everything on the page as data; it has means of private queries, so it is as internal as the page."""
     same = ("eps", "unit", "delta", "neighbours", "split", "model", "silos", "settings", "command", "notes")
     return {
         "schema": _SCHEMA, **facts.data, **picked(facts, *same),
@@ -430,7 +430,7 @@ def _over_seeds(by_seed: Mapping[int, float]) -> dict[str, Any]:
 
 
 def _paired(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
-    """Differences seed by seed; what does not learn has one result, which stands against every seed."""
+    """Return differences by seed; a system that does not learn has one result, which is compared with every seed."""
     if len(one) == 1 < len(other):
         one = dict.fromkeys(other, *one.values())
     elif len(other) == 1 < len(one):

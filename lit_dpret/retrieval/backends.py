@@ -1,8 +1,7 @@
-"""Searches of other libraries under the name ``search``: faiss and ScaNN propose passages, and we score them.
+"""Searches of other libraries as ``search``: faiss and ScaNN propose passages, and we score them.
 
-Scores and order of what they propose are decided as for the exact search, so a flat index of either library gives
-our own ranking, unless passages at its end differ by less than float32 resolves; an approximate one gives a part of
-it.
+Scores and order of the proposals are computed as in the exact search. So a flat index of either library gives our own
+ranking, unless passages at its end differ by less than float32 resolves. An approximate index gives a part of it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lit_dpret.retrieval.search import Similarity, require_positive, search
 from lit_dpret.retrieval.topk import MISSING, TopK, first_k, keyed, places_by_rank
 
 FAISS_GPU_LIMIT = 2048
-"""faiss searches no deeper on a GPU."""
+"""The deepest search of faiss on a GPU."""
 
 _READ = 65_536
 _TRAINED_ON = 2**20
@@ -36,7 +35,7 @@ _QUERIES = 1024
 
 
 class Faiss:
-    """An index made by faiss's ``index_factory``, for the inner product; `propose` fills up with -1."""
+    """An inner-product index made by faiss's ``index_factory``; `propose` pads with -1."""
 
     def __init__(self, index: Any) -> None:
         self.index = index
@@ -94,7 +93,7 @@ class Faiss:
 
 
 class Scann:
-    """ScaNN's brute-force search, as in the papers; passages are held in memory, in float32."""
+    """ScaNN's brute-force search, as in the papers; passages are kept in memory, in float32."""
 
     def __init__(self, passages: Rows, *, cosine: bool = False) -> None:
         scann = optional("scann", "search=scann", "lit-dpret[scann]")
@@ -123,8 +122,8 @@ def search_with(
 ) -> TopK:
     """Return the ``k`` best of a back end's candidates, scored and ordered like `search`.
 
-    What a flat index leaves out scores at most a rounding error of float32 more than what it proposes. ``back_end``
-    was built over these passages, with that ``similarity``; the rest as in `search`.
+    A passage that a flat index omits scores at most a float32 rounding error more than its proposals. ``back_end``
+    must be built over these passages, with that ``similarity``; the rest is as in `search`.
     """
     require_positive(k=k)
     rows, cosine = as_rows(passage_embeddings), similarity == "cosine"
@@ -148,7 +147,7 @@ def make_search(name: str, *, device: str | None = None) -> Callable[..., TopK]:
     """Return the search named ``exact``, ``scann`` or ``faiss:FACTORY``; called like `search`.
 
     Raises:
-        ConfigurationError: It is none of these, or what it needs is not installed.
+        ConfigurationError: It is none of these, or a library that it needs is not installed.
     """
     check_search(name)
     if name == "exact":

@@ -1,8 +1,7 @@
 """A retrieval measure as a ``torchmetrics.Metric``: for ``self.log``, a ``MetricCollection``, any number of ranks.
 
-It is called as torchmetrics' own retrieval metrics are, with ``indexes=``. But its values are trec_eval's; passages
-that were judged but not returned can be passed too, so that nDCG's ideal and recall's denominator come from all
-judgements.
+It is called like torchmetrics' own retrieval metrics, with ``indexes=``. But its values are trec_eval's. Passages that
+were judged but not returned can be passed too, so that nDCG's ideal and recall's denominator use all judgements.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class RetrievalMetric(_RetrievalMetric):
     Guarantees:
         - `compute` is the mean that `lit_dpret.retrieval.trec_runs.evaluate` gives for the same ranking and judgements.
         - Neither the order of batches nor the number of ranks matters; rows of a query may come in several batches.
-        - Of passages with equal scores the one that was passed first ranks first.
+        - Among passages with equal scores, the one passed first ranks first.
 
     Example:
         >>> metric = RetrievalMetric("mrr@10")
@@ -36,9 +35,9 @@ class RetrievalMetric(_RetrievalMetric):
         tensor(0.2500, dtype=torch.float64)
 
     Args:
-        name: What `Metric.parse` reads.
-        kwargs: Torchmetrics' own: ``empty_target_action`` (``neg`` counts a query without a relevant passage as 0, as
-            trec_eval does), ``ignore_index``, ``aggregation``, and those of every ``torchmetrics.Metric``.
+        name: A name that `Metric.parse` reads.
+        kwargs: Arguments of torchmetrics: ``empty_target_action`` (``neg`` counts a query without a relevant passage
+            as 0, like trec_eval), ``ignore_index``, ``aggregation``, and those of every ``torchmetrics.Metric``.
     """
 
     def __init__(self, name: str = "ndcg@10", **kwargs: Any) -> None:
@@ -49,15 +48,15 @@ class RetrievalMetric(_RetrievalMetric):
     def update(self, preds: Tensor, target: Tensor, indexes: Tensor) -> None:
         """Add rows of any number of queries.
 
-        All are of the same shape: scores, ``-inf`` for a passage that was judged but not returned; grades, of which 0
-        and below is not relevant; and the query of each row, long.
+        All have the same shape: scores, ``-inf`` for a passage that was judged but not returned; grades, where 0 and
+        below mean not relevant; and the query of each row, long.
         """
         if bool(preds.isnan().any()):
             raise DataError(f"{int(preds.isnan().sum())} of {preds.numel()} scores are NaN.")
         super().update(preds, target, indexes)
 
     def per_query(self) -> Values:
-        """Return the value of every query so far, by rising index; shape ``(queries,)``."""
+        """Return the value of every query so far, ordered by index; shape ``(queries,)``."""
         rows = (dim_zero_cat(state).cpu().numpy() for state in (self.preds, self.target, self.indexes))
         gains, ideal = _tables(*rows)
         values, empty = self.measure(gains, ideal), np.asarray(~(ideal > 0).any(axis=1))
@@ -68,7 +67,7 @@ class RetrievalMetric(_RetrievalMetric):
         return values[~empty] if self.empty_target_action == "skip" else values
 
     def _metric(self, preds: Tensor, target: Tensor) -> Tensor:
-        """Return the value of a single query, which torchmetrics' loop over queries would ask for."""
+        """Return the value of a single query, as torchmetrics' loop over queries would ask for it."""
         tables = _tables(preds.numpy(), target.numpy(), np.zeros(len(preds), np.int64))
         return torch.from_numpy(self.measure(*tables))[0]
 
@@ -81,7 +80,7 @@ class RetrievalMetric(_RetrievalMetric):
 
 
 def _tables(preds: np.ndarray, target: np.ndarray, indexes: np.ndarray) -> tuple[Gains, Gains]:
-    """Return grades by rank and descending ideal grades, a row for each query, no wider than they have to be."""
+    """Return grades by rank and descending ideal grades, one row per query, no wider than necessary."""
     order = np.lexsort((-preds, indexes))  # stable, so that equal scores stay in the order given
     preds, target, indexes = preds[order], np.maximum(target[order], 0), indexes[order]
     first = np.flatnonzero(np.diff(indexes, prepend=indexes[0] - 1))

@@ -1,8 +1,8 @@
 """Private selection without training: candidate queries that private queries vote for.
 
 Private Evolution (Lin et al., ICLR 2024; for text Xie et al., ICML 2024). Every private unit votes for the candidates
-nearest to its own queries. Private data enter at the votes alone, released as a noised histogram: what is kept, and
-what the next candidates are made from, is a function of noised votes, public data and a public seed.
+nearest to its own queries. Private data enter only through the votes, released as a noised histogram: the selection,
+and the source of the next candidates, are functions of noised votes, public data and a public seed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def in_turn(passages: Iterable[str]) -> Iterator[str]:
 
 
 def numbered(sources: Iterable[str], drawn: Counter[str]) -> list[str]:
-    """Return the names of new candidates of these passages; ``drawn`` counts those of each, and is continued.
+    """Return the names of new candidates of these passages; update ``drawn``, which counts those of each passage.
 
     Example:
         >>> numbered(["a", "b", "a"], Counter(a=3))
@@ -60,7 +60,7 @@ def numbered(sources: Iterable[str], drawn: Counter[str]) -> list[str]:
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the non-empty candidates, each text once: the first of equal ones."""
+    """Return the non-empty candidates, each text once: the first of equal texts."""
     found: dict[str, Candidate] = {}
     for each in candidates:
         if each.text.strip():
@@ -69,10 +69,10 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def nearest(query: np.ndarray, candidates: np.ndarray, count: int) -> list[int]:
-    """Return the places of the ``count`` candidates nearest to a query ``(dim,)``, the first of equals.
+    """Return the indices of the ``count`` candidates nearest to a query ``(dim,)``; the first of equal ones.
 
-    One query at a time: a product with many would round each by how many there are, and at a tie a vote would then
-    depend on other units.
+    Compare one query at a time: a product with many queries rounds depending on their number, so at a tie a vote
+    would depend on other units.
     """
     scores = candidates @ query
     if count == 1:
@@ -85,7 +85,7 @@ def votes(
 ) -> Iterator[list[int]]:
     """Yield the votes of each unit, its queries' first choices before their second ones; private.
 
-    ``owned`` are the rows of ``queries`` that are of each unit, in an order that depends on the unit alone;
+    ``owned`` holds the rows of ``queries`` that belong to each unit, in an order that depends only on the unit.
     ``count`` is how many candidates each query votes for.
     """
     for rows in owned:
@@ -94,7 +94,7 @@ def votes(
 
 
 def survivors(counts: np.ndarray, *, least: float) -> list[int]:
-    """Return the places of the candidates with more than ``least`` noised votes, the best first."""
+    """Return the indices of the candidates with more than ``least`` noised votes, best first."""
     order = [int(place) for place in np.argsort(-counts, kind="stable") if counts[place] > least]
     if not order:
         raise DataError(
@@ -105,7 +105,7 @@ def survivors(counts: np.ndarray, *, least: float) -> list[int]:
 
 
 def at_most(sources: Sequence[str], most: int | None, held: Iterable[str] = ()) -> list[int]:
-    """Return the places of passages with at most ``most`` occurrences, including those already held.
+    """Return the indices of passages with at most ``most`` occurrences, including those already in ``held``.
 
     Example:
         >>> at_most(["a", "b", "a", "a"], 2, held=["b", "b"])
@@ -124,7 +124,7 @@ def at_most(sources: Sequence[str], most: int | None, held: Iterable[str] = ()) 
 def offspring(weights: np.ndarray, total: int, *, seed: int) -> list[int]:
     """Distribute ``total`` new candidates over survivors in proportion to positive weights: systematic resampling.
 
-    Each gets its exact share rounded down or up, by one uniform number that ``seed`` keys (Kitagawa 1996).
+    Each survivor gets its exact share rounded down or up, by one uniform number that ``seed`` keys (Kitagawa 1996).
 
     Example:
         >>> offspring(np.array([6.0, 3.0, 3.0]), 4, seed=0)

@@ -1,8 +1,8 @@
 """The unit of work of a generation: a group of passages whose queries are drawn together.
 
-Everything that the bytes of a data set depend on stands here: the cut into groups, the dtype and device of the model,
-and the number of threads, for a matrix product adds up in another order with another number. Several processes of a
-Ray cluster may draw groups at once; only the process that called writes.
+Everything that determines the bytes of a data set is here: the cut into groups, the model's dtype and device, and the
+number of threads, which decides the order in which a matrix product sums. Several processes of a Ray cluster may draw
+groups at once; only the calling process writes.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _CHUNK = 1024
 class Generation:
     """Sampling settings of a data set; plain values, so that they can be sent to a process."""
 
-    queries_per_passage: int = 1  # draws for each passage
+    queries_per_passage: int = 1  # draws per passage
     seed: int = 0  # public; an experiment's seed, not the noise secret
-    top_p: float = 0.8  # like the four below, of `Decoding`
+    top_p: float = 0.8  # this and the four below are those of `Decoding`
     temperature: float = 1.0
     top_k: int | None = None
-    max_new_tokens: int | None = None  # null for the query length of training
+    max_new_tokens: int | None = None  # null uses the query length of training
     min_new_tokens: int = 1
     group_size: int = 64  # passages decoded together
     device: str = "auto"  # ``auto``, ``cpu``, ``cuda`` or ``cuda:0``
     precision: str = "32-true"  # ``32-true`` or ``bf16-true``
-    threads: int = 1  # of PyTorch; with another number the last bits differ, so it belongs to what a set was begun with
-    workers: int = 0  # processes of a Ray cluster that draw groups, each with the generator; 0 draws in this one
+    threads: int = 1  # PyTorch threads; another number changes the last bits, so it is part of a set's configuration
+    workers: int = 0  # Ray processes that draw groups, each with the generator; 0 draws in this process
 
     def __post_init__(self) -> None:
         require_whole("task", self, 1, "queries_per_passage", "group_size", "threads")
@@ -57,12 +57,12 @@ class Generation:
             )
 
     def decoding(self) -> Decoding:
-        """Return the decoding settings; ``max_new_tokens`` must be known."""
+        """Return the decoding settings; ``max_new_tokens`` must be set."""
         return Decoding(**{field.name: getattr(self, field.name) for field in fields(Decoding)})
 
 
 def group_drawer(generator: GeneratorModel, how: Generation) -> Callable[[Mapping[str, str]], list[dict[str, Any]]]:
-    """Return what draws the queries of a group, as stored in a shard, by a generator that is moved and cast."""
+    """Return a function that draws a group's queries, as stored in a shard; the generator is moved and cast."""
     generator.model.to(device=torch.device(how.device), dtype=PRECISIONS[how.precision])
     settings = how.queries_per_passage, how.seed, how.decoding()
     return lambda group: [asdict(query) for query in draw_group(generator, group, *settings)]
@@ -70,7 +70,7 @@ def group_drawer(generator: GeneratorModel, how: Generation) -> Callable[[Mappin
 
 @contextmanager
 def fixed_arithmetic(threads: int) -> Iterator[None]:
-    """Compute with this many threads and full float32 products within the block; then restore the settings."""
+    """Compute with this many threads and full float32 products inside the block; then restore the settings."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -81,7 +81,7 @@ def fixed_arithmetic(threads: int) -> Iterator[None]:
 
 
 def canonical_groups(codec: TextCodec, passages: Mapping[str, str], group_size: int) -> list[list[str]]:
-    """Return passage ids in groups by (token length, id): a function of the set of passages, not of their order."""
+    """Return passage ids in groups by (token length, id); this depends on the set of passages, not on their order."""
     names = sorted(passages)
     lengths: list[int] = []
     for start in range(0, len(names), _CHUNK):
@@ -93,10 +93,10 @@ def canonical_groups(codec: TextCodec, passages: Mapping[str, str], group_size: 
 def draw_group(
     generator: GeneratorModel, group: Mapping[str, str], draws: int | Sequence[int], seed: int, decoding: Decoding
 ) -> list[SyntheticQuery]:
-    """Draw the queries of one group of passages, by passage and draw.
+    """Draw the queries of one group of passages, ordered by passage and draw.
 
-    ``draws`` is how many for each passage, or which ones. Each draw is decoded in a batch of its own, so that it does
-    not depend on how many there are.
+    ``draws`` is the number of draws per passage, or a list of draws. Each draw is decoded in a separate batch, so it
+    does not depend on how many there are.
     """
     names, codec = list(group), generator.codec
     wanted = range(draws) if isinstance(draws, int) else draws
@@ -128,11 +128,11 @@ def draw_groups(
     """Yield the records of each group with its number, in order of completion.
 
     Guarantees:
-        - The records of a group depend on the group, the generator and the settings alone.
-        - When the iterator is closed, exhausted or raises, none of its processes is left.
+        - The records of a group depend only on the group, the generator and the settings.
+        - Once the iterator is closed, exhausted or has raised, none of its processes is left.
 
-    ``tasks`` are read only as far as they can be handed out. Without ``how.workers`` the groups are drawn here, by
-    ``generator``.
+    ``tasks`` are read only as fast as they can be handed out. Without ``how.workers``, ``generator`` draws the groups
+    in this process.
     """
     if how.workers == 0:
         with fixed_arithmetic(how.threads):
@@ -146,7 +146,7 @@ def draw_groups(
 
 
 def _worker(source: Path, weights: str, how: Generation) -> Callable[[Task], Drawn]:
-    """Return what draws a group in a process of its own."""
+    """Return a function that draws a group in a worker process."""
     transformers_logging.disable_progress_bar()
     if weights_hash(source) != weights:
         raise WorkerError(f"{source} holds another generator on a worker's machine. Put the same folder there.")

@@ -1,8 +1,8 @@
 """Let a generator read each passage once for all of its queries.
 
-An encoder-decoder model keeps its encoder's hidden states. A decoder-only one keeps the key-value cache of the
-prompts, padded at the left, so that every query begins at the same place. From either, `begin` writes new queries and
-`teacher_forced` reads given ones.
+An encoder-decoder model keeps its encoder's hidden states. A decoder-only model keeps the key-value cache of the
+prompts, padded on the left, so that every query begins at the same position. From either, `begin` writes new queries
+and `teacher_forced` reads given ones.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lit_dpret.modules.families import arguments_of, only_at, padded, with_cache
 
-ENCODED_AT_ONCE = 8  # rows that the encoder sees together on a CPU
-#: A common beginning of so many tokens, as few-shot examples are, is read once for all prompts of a group.
+ENCODED_AT_ONCE = 8  # rows that the encoder processes together on a CPU
+#: A common prefix of at least this many tokens, such as few-shot examples, is read once for all prompts of a group.
 SHARED_FROM = 32
 
 
 @torch.inference_mode()
 def prefill(model: PreTrainedModel, passages: Sequence[Sequence[int]]) -> Prefilled:
-    """Read passages once; their draws share the result, and do not change it."""
+    """Read passages once; their draws share the result and do not change it."""
     return _encoded(model, passages) if model.config.is_encoder_decoder else _cached(model, passages)
 
 
 class _Encoded:
     """Passages after the encoder: hidden states ``(rows, tokens, dim)`` and mask ``(rows, tokens)``.
 
-    Like `_Cached` it gives ``part`` of the passages, a single one ``repeated``, and the logits of each token of given
-    queries, ``teacher_forced``. ``begin`` begins a query for each: ``first`` and ``next`` return logits ``(rows,
-    vocabulary)``, and ``keep`` goes on with only these rows.
+    Like `_Cached`, it provides ``part`` of the passages, a single one ``repeated``, and ``teacher_forced``, the logits
+    of each token of given queries. ``begin`` begins a query for each: ``first`` and ``next`` return logits ``(rows,
+    vocabulary)``, and ``keep`` continues with only these rows.
     """
 
     def __init__(self, model: PreTrainedModel, states: Tensor, mask: Tensor) -> None:
@@ -66,7 +66,7 @@ class _Encoded:
 
 
 def _encoded(model: PreTrainedModel, passages: Sequence[Sequence[int]]) -> _Encoded:
-    """On a CPU a few rows at a time: each few are padded to their own longest, and their attention fits a cache."""
+    """Encode passages, on a CPU a few rows at a time: padded to their own longest, with attention that fits a cache."""
     device = model.device
     at_once = ENCODED_AT_ONCE if device.type == "cpu" else len(passages)
     width, pad = max(len(ids) for ids in passages), int(model.config.pad_token_id)
@@ -106,7 +106,7 @@ class _EncodedDecoder:
 
 
 class _Cached:
-    """Prompts in a key-value cache, their mask ``(rows, tokens)``, and logits of the token that follows each."""
+    """Prompts in a key-value cache, their mask ``(rows, tokens)``, and the logits of the token after each prompt."""
 
     def __init__(self, model: PreTrainedModel, cache: DynamicCache, mask: Tensor, logits: Tensor) -> None:
         self._model, self._cache = model, cache
@@ -137,7 +137,7 @@ class _Cached:
 
 
 def _cached(model: PreTrainedModel, passages: Sequence[Sequence[int]]) -> _Cached:
-    """Read the prompts padded at the right, where no real token sees padding, and move the padding to the left."""
+    """Read the prompts padded on the right, where no real token sees padding, and move the padding to the left."""
     lengths = torch.tensor([len(ids) for ids in passages], device=model.device)
     ids = padded(passages, 0).to(model.device)
     width, shared = ids.shape[1], _shared_tokens(passages)
@@ -160,7 +160,7 @@ def _cached(model: PreTrainedModel, passages: Sequence[Sequence[int]]) -> _Cache
 
 
 def _shared_tokens(passages: Sequence[Sequence[int]]) -> int:
-    """Return how many leading tokens all prompts share, at least one of each left over; 0 where it is not worth it."""
+    """Return how many leading tokens all prompts share, leaving at least one of each; 0 if it is not worth it."""
     first, last = min(map(list, passages)), max(map(list, passages))
     most = min(len(ids) for ids in passages) - 1
     same = next((place for place in range(most) if first[place] != last[place]), most)
@@ -184,7 +184,7 @@ class _CachedDecoder:
 
 
 def _continued(model: PreTrainedModel, cache: DynamicCache, mask: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Read tokens behind what is in the cache; return their logits and the longer mask."""
+    """Read tokens that follow the cache; return their logits and the longer mask."""
     places = mask.sum(1, keepdim=True) + torch.arange(ids.shape[1], device=ids.device)
     longer = functional.pad(mask, (0, ids.shape[1]), value=1)
     told = {"position_ids": places} if "position_ids" in arguments_of(model) else {}
@@ -192,7 +192,7 @@ def _continued(model: PreTrainedModel, cache: DynamicCache, mask: Tensor, ids: T
 
 
 def _shared(cache: DynamicCache) -> DynamicCache:
-    """Return a cache with the same keys and values, which a model may prolong: it never writes into them."""
+    """Return a cache with the same keys and values, which a model may extend: it never writes into them."""
     found = copy.copy(cache)
     found.layers = [copy.copy(layer) for layer in cache.layers]
     return found

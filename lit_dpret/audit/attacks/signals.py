@@ -1,7 +1,7 @@
-"""Membership signals: of a dual encoder the similarity of a query to its passage, of a generator its likelihood.
+"""Membership signals: a dual encoder's similarity of query and passage, and a generator's likelihood of a query.
 
-Training pulls a query to its passage and away from others; a fixed pool of public passages, the attacker's choice,
-shows how far that went.
+Training pulls a query towards its passage and away from others. A fixed pool of public passages, chosen by the
+attacker, shows how far that went.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class EncodedPairs:
     """Pairs and a public pool under one encoder, before normalisation."""
 
     queries: Floats  # shape ``(pairs, dim)``
-    passages: Floats  # of the same shape
+    passages: Floats  # same shape
     pool: Floats  # shape ``(public passages, dim)``
-    # Pairs by pool, true where the pool's text is the pair's own passage and therefore no negative.
+    # Pairs by pool; true where the pool's text is the pair's own passage and therefore not a negative.
     own: NDArray[np.bool_]
     normalise: bool  # whether the encoder compares by cosine; otherwise by dot product
 
@@ -75,18 +75,18 @@ def encoder_signals(
 ) -> dict[str, Floats]:
     """Return the signals of each pair, shape ``(pairs,)``; higher for likely members.
 
-    * ``logit``: ln(p / (1 - p)), p the softmax of the pair's similarity over its passage and the pool: for an
-      in-batch softmax what the logit of the loss is to a classifier, and ready for shadow models.
+    * ``logit``: ln(p / (1 - p)), p the softmax of the pair's similarity over its passage and the pool. For an
+      in-batch softmax this is what the logit of the loss is for a classifier, and it suits shadow models.
     * ``margin``: cosine of the pair minus the pool's mean cosine with the query.
-    * ``rank``: minus the logarithm of the passage's place among passage and pool, ties counting against it.
-    * ``norm``: length of the query's embedding before normalisation, which the loss does not see and training moves.
-    * With a reference, an encoder that never saw private data: ``shift``, how far the query's embedding is from
-      the one there, and each of the four minus the same under the reference, as ``logit_reference`` and so on.
+    * ``rank``: minus the logarithm of the passage's rank among passage and pool; ties count against it.
+    * ``norm``: length of the query's embedding before normalisation, which the loss ignores but training changes.
+    * With a reference, an encoder that never saw private data: ``shift``, the distance between the query's embeddings
+      under both, and each of the four minus the same under the reference, as ``logit_reference`` and so on.
 
-    No published attack on dual encoders is repeated here; they are the text-embedding attacks of Song and Raghunathan
-    (2020, arXiv 2004.00053, section 5) with a public pool in place of a context window.
+    These do not reproduce a published attack on dual encoders. They are the text-embedding attacks of Song and
+    Raghunathan (2020, arXiv 2004.00053, section 5) with a public pool instead of a context window.
 
-    ``temperature`` divides the similarity in the softmax: that of training, where it is known.
+    ``temperature`` divides the similarity in the softmax: use that of training, if known.
     """
     if not temperature > 0:
         raise ConfigurationError(f"temperature={temperature} must be above 0.")
@@ -94,7 +94,7 @@ def encoder_signals(
     if reference is None:
         return found
     other = _signals(reference, temperature)
-    if reference.queries.shape == pairs.queries.shape:  # distance has a meaning within one space only
+    if reference.queries.shape == pairs.queries.shape:  # a distance is meaningful only within one space
         found["shift"] = np.linalg.norm(unit_rows(pairs.queries) - unit_rows(reference.queries), axis=1)
     return found | {f"{name}_reference": found[name] - value for name, value in other.items()}
 
@@ -130,28 +130,28 @@ def generator_signals(
     """Return the signals of each query, shape ``(queries,)``; higher for likely members.
 
     * ``loss``: mean log probability of a token (Yeom et al. 2018, arXiv 1709.01604).
-    * ``logit``: ln(p / (1 - p)) of p = exp(loss), which is roughly normal and what shadow models are compared by
+    * ``logit``: ln(p / (1 - p)) of p = exp(loss). It is roughly normal, and shadow models are compared by it
       (Carlini et al. 2022, arXiv 2112.03570, section IV.C).
-    * ``reference``: log probability of the query minus that under a ``reference`` model which never saw private data
+    * ``reference``: log probability of the query minus that under a ``reference`` model that never saw private data
       (Carlini et al. 2021, arXiv 2012.07805, section 5.2).
-    * ``zlib``: the loss divided by the query's bytes after compression (the same).
-    * ``min_k``: mean log probability of the least likely tokens, a share ``lowest`` of them (Shi et al. 2024,
+    * ``zlib``: the loss divided by the query's size in bytes after compression (same reference).
+    * ``min_k``: mean log probability of the least likely tokens, a share ``lowest`` of all (Shi et al. 2024,
       arXiv 2310.16789).
-    * ``min_k_plus``: the same after each token's log probability was standardised by mean and deviation of the
-      model's next-token distribution (Zhang et al. 2024, arXiv 2404.02936), where the scores have its moments.
+    * ``min_k_plus``: the same after standardising each token's log probability by mean and deviation of the
+      model's next-token distribution (Zhang et al. 2024, arXiv 2404.02936), if the scores include its moments.
     """
     loss = scores.per_token()
     sizes = np.array([len(zlib.compress(query.encode("utf-8"))) for query in queries])
     found = {
         "loss": loss,
-        "logit": logit(np.minimum(loss, -1e-12)),  # a model can be certain to the last bit
+        "logit": logit(np.minimum(loss, -1e-12)),  # a model can be certain to within rounding
         "zlib": loss / sizes,
         "min_k": _lowest_mean(scores.log_probs, scores.mask, lowest),
     }
     if reference is not None:
         found["reference"] = scores.sums() - reference.sums()
     if scores.means is not None and scores.deviations is not None:
-        # A token that the model is certain of is as expected: neither likely nor unlikely.
+        # A token of which the model is certain is exactly as expected: neither likely nor unlikely.
         above = np.where(scores.deviations > 0, scores.log_probs - scores.means, 0.0)
         standardised = above / np.where(scores.deviations > 0, scores.deviations, 1.0)
         found["min_k_plus"] = _lowest_mean(standardised, scores.mask, lowest)
@@ -159,7 +159,7 @@ def generator_signals(
 
 
 def _lowest_mean(values: Floats, mask: NDArray[np.bool_], share: float) -> Floats:
-    """Return the mean of the lowest ``share`` of the values in each row where the mask holds."""
+    """Return the mean of the lowest ``share`` of each row's values, where the mask is true."""
     ordered = np.sort(np.where(mask, values, np.inf), axis=1)
     counts = np.maximum(1, np.floor(share * mask.sum(axis=1) + 1e-9).astype(int))
     taken = np.arange(values.shape[1]) < counts[:, None]
@@ -167,5 +167,5 @@ def _lowest_mean(values: Floats, mask: NDArray[np.bool_], share: float) -> Float
 
 
 def unit_rows(vectors: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
-    """Return every row over its Euclidean norm, shape ``(rows, dim)``; a row of zeros stays one."""
+    """Return every row divided by its Euclidean norm, shape ``(rows, dim)``; a row of zeros stays zero."""
     return np.asarray(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12))

@@ -1,8 +1,8 @@
 """A canary: texts with a gap, the secret that fills it, and its other candidates.
 
-The secret was drawn uniformly from the candidates, by a coin that has nothing to do with training; ranks and
-exposure mean nothing otherwise. A secret that a model's lengths cut away is trained on by nobody, so it is refused
-before training, for every candidate and on both sides (`check_all_fit`).
+The secret was drawn uniformly from the candidates, by a coin independent of training; otherwise ranks and exposure mean
+nothing. If a model's length limits cut the secret away, it is never trained on. So such a canary is refused before
+training, for every candidate and on both sides (`check_all_fit`).
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Kind = Literal["digits", "own_passage", "random_passage", "echo", "new_token"]
 Side = Literal["query", "passage", "both"]
 
 OWN_ID = "canary:"
-"""Passages that a canary brings along have ids that begin like this; they stand in no list of passages."""
+"""Ids of passages that a canary brings along begin like this; such passages are in no list of passages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Canary:
     """A planted pair."""
 
-    name: str  # its own among the canaries of a run; ``kind-side-copies-number`` as the suite makes them
-    kind: Kind  # what the pair looks like around its secret; `CanarySuite` lists the kinds
+    name: str  # unique among the canaries of a run; the suite uses ``kind-side-copies-number``
+    kind: Kind  # the form of the pair around its secret; `CanarySuite` lists the kinds
     side: Side
     query: str = field(repr=False)
-    # Of its passage: one of the data where the passage is theirs and unchanged, else its own.
+    # Id of its passage: one of the data's ids if the passage is an unchanged one of the data, else a new id.
     passage_id: str = field(repr=False)
     passage: str = field(repr=False)
     candidates: tuple[str, ...] = field(repr=False)
     secret: str = field(repr=False)
-    copies: int = 1  # how often the pair stands in the training data; each copy is a unit
-    included: bool = True  # whether it was planted at all, by a coin where the suite tosses one
+    copies: int = 1  # how often the pair is in the training data; each copy is a unit
+    included: bool = True  # whether it was planted at all; decided by a coin if the suite tosses one
 
     def query_with(self, secret: str) -> str:
         return self.query if self.side == "passage" else f"{self.query} {secret}".strip()
@@ -57,11 +57,11 @@ class Canary:
 
 @dataclass(frozen=True)
 class CanarySet:
-    """The canaries of one training, and their sources."""
+    """The canaries of one training run, and their sources."""
 
     canaries: tuple[Canary, ...]
     settings: dict[str, Any]
-    # Random, so that the hash that a ledger and a card give of the set lets nobody test a guess at a secret.
+    # Random, so that the hash of the set in a ledger and a card cannot be used to test a guess at a secret.
     nonce: str = field(repr=False)
 
     def units(self) -> list[tuple[Row, ...]]:
@@ -74,20 +74,20 @@ SCHEMA = "lit-dpret/canaries/1"
 
 
 def set_sha256(canaries: CanarySet) -> str:
-    """Return the SHA-256 of the file: it fixes the planted canaries before training, and reveals no secret."""
+    """Return the SHA-256 of the file: it commits to the planted canaries before training, and reveals no secret."""
     return hashlib.sha256(_text(canaries).encode()).hexdigest()
 
 
 def write_canaries(canaries: CanarySet, folder: str | Path) -> Path:
-    """Write ``canaries.json``, readable by its owner alone; raise `StorageError` on failure."""
+    """Write ``canaries.json``, readable only by its owner; raise `StorageError` on failure."""
     return write_whole(Path(folder) / CANARIES, _text(canaries), owner_only=True)
 
 
 def read_canaries(path: str | Path) -> CanarySet:
-    """Read what `write_canaries` wrote, from the file or its folder.
+    """Read the canaries that `write_canaries` wrote, from the file or its folder.
 
     Raises:
-        DataError: It is missing, malformed, or a newer version wrote it.
+        DataError: It is missing, malformed, or written by a newer version.
     """
     path = Path(path)
     path = path / CANARIES if path.is_dir() else path
@@ -110,13 +110,13 @@ def _text(canaries: CanarySet) -> str:
     return json.dumps(facts, indent=1, ensure_ascii=True) + "\n"
 
 
-_PIECES = 2  # a tokenizer may put a mark of white space before the token
+_PIECES = 2  # a tokenizer may put a white-space mark before the token
 
 
 def check_all_fit(reader: object, canaries: Iterable[Canary], *, shorter: str | None = None) -> None:
     """Refuse a canary whose secret a model would truncate; a reader without tokens refuses nothing.
 
-    ``shorter`` says what else can be done about a text that is too long, beside raising the length.
+    ``shorter`` says what else helps with a text that is too long, in addition to raising the length.
     """
     for canary in canaries:
         check_sentinels(reader, canary)
@@ -137,9 +137,9 @@ def check_all_fit(reader: object, canaries: Iterable[Canary], *, shorter: str | 
 
 
 def cut_side(reader: object, canary: Canary) -> Literal["query", "passage"] | None:
-    """Return the side whose text is too long for the model with any of the candidates; the query first.
+    """Return the side whose text, with any of the candidates, is too long for the model; the query first.
 
-    It does not depend on which candidate was drawn, so a canary may be chosen or passed over by it.
+    It does not depend on which candidate was drawn, so canaries may be chosen or skipped by it.
     """
     return next((side for side, whole, read in _token_ids(reader, canary) if whole != read), None)
 
@@ -147,7 +147,7 @@ def cut_side(reader: object, canary: Canary) -> Literal["query", "passage"] | No
 def _token_ids(
     reader: Any, canary: Canary
 ) -> Iterator[tuple[Literal["query", "passage"], list[list[int]], list[list[int]]]]:
-    """Yield each side that holds the secret, and the tokens of its text with every candidate: whole, and as read."""
+    """Yield each side that holds the secret, and its text's tokens with every candidate: complete, and as truncated."""
     texts: dict[Literal["query", "passage"], list[str]] = {}
     if canary.side in ("query", "both"):
         texts["query"] = [canary.query_with(secret) for secret in canary.candidates]
@@ -160,7 +160,7 @@ def _token_ids(
 
 
 def check_sentinels(reader: object, canary: Canary) -> None:
-    """Raise `ConfigurationError` if an unused token of T5 is several tokens for the tokenizer."""
+    """Raise `ConfigurationError` if the tokenizer splits an unused token of T5 into several tokens."""
     if canary.kind != "new_token" or not hasattr(reader, "token_ids"):
         return
     found = reader.token_ids(["", "<extra_id_0>"], "query", whole=True)

@@ -1,7 +1,7 @@
 """Choose the score threshold for guessing membership, and correct for choosing the best one.
 
-A bound holds for one threshold that was chosen without the labels it is then judged by: named beforehand, the best of
-several among which the allowed error is divided (Bonferroni), or chosen by a part of the canaries.
+A bound holds for one threshold that was chosen without the labels it is evaluated on: fixed beforehand, the best of
+several that share the allowed error (Bonferroni), or chosen on a part of the canaries.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lit_dpret.audit.statistics.evidence import Evidence, Terms
 from lit_dpret.audit.statistics.scores import CanaryScores, Counts, roc_hull
 from lit_dpret.errors import ConfigurationError, DataError
 
-# What the counts at one threshold prove: from counts, an allowed error and a floor to the bound, or the floor where
-# that is higher, which lets later thresholds be dismissed early.
+# Maps the counts at one threshold, an allowed error and a floor to the bound, or to the floor if that is higher. The
+# floor lets later thresholds be dismissed early.
 Bound = Callable[[Counts, float, float, Terms], float]
 
 
@@ -32,11 +32,10 @@ class Explicit:
 class Bonferroni:
     """Divide the allowed error among thresholds, and take the best."""
 
-    # ``all``: among as many as there are canaries, which covers every threshold. ``doubling``: take the 1, 2, 4, ...
-    # highest scores for members; for audits that count guesses only, whose guesses may depend on the scores in any way
-    # that does not know the labels. ``hull``: among the vertices of the ROC curve's hull, as jax_privacy does. Their
-    # number depends on the labels, so that no theorem covers it; for small audits it is checked by enumeration
-    # (``docs/audit.md``).
+    # ``all``: among as many as there are canaries, which covers every threshold. ``doubling``: guess the 1, 2, 4, ...
+    # highest scores as members; for audits that count only guesses, which may depend on the scores in any way that
+    # ignores the labels. ``hull``: among the vertices of the ROC curve's hull, as in jax_privacy. Their number depends
+    # on the labels, so no theorem covers it; for small audits it is checked by enumeration (``docs/audit.md``).
     over: Literal["all", "doubling", "hull"] = "all"
 
 
@@ -44,7 +43,7 @@ class Bonferroni:
 class Split:
     """Choose the threshold on a random share of the canaries, and evaluate it on the others.
 
-    The share is drawn without regard to who is a member, so that the coins of the others stay independent.
+    The share is drawn without regard to membership, so the coins of the others stay independent.
     """
 
     share: float = 0.5
@@ -97,10 +96,10 @@ def audit(
 
 
 def _best(scores: CanaryScores, bound: Bound, error: float, terms: Terms) -> tuple[float, float | None]:
-    """Return the best bound of the hull's thresholds, which no other threshold beats."""
+    """Return the best bound over the hull's thresholds; no other threshold gives a better one."""
     thresholds, alone, missed = roc_hull(scores)
     right, wrong = len(scores.in_scores) - missed, len(scores.out_scores) - alone
-    # The most promising first, so that the floor dismisses later ones early.
+    # Start with the most promising, so that the floor dismisses later ones early.
     order = np.argsort(-(right - wrong) / np.sqrt(np.maximum(1, right + wrong)), kind="stable")
     best, chosen = 0.0, None
     for threshold in thresholds[order]:

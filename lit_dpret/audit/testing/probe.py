@@ -1,7 +1,7 @@
 """Run single logical steps of a module without a Trainer, and record their results.
 
-The real ``training_step`` runs. An accountant that grants everything and an optimizer that keeps what it was handed
-stand in, so that what is seen is what an optimizer would have seen, whichever part of the path went wrong.
+The real ``training_step`` runs. The accountant is replaced by one that grants everything, and the optimizer by one that
+records its input. So the probe sees what an optimizer would have seen, whichever part of the path failed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ WEIGHT = "__lit_dpret_testing_weight__"
 class Inputs:
     """Units of rows, to build batches from."""
 
-    # Tensors with the rows as first axis, or a list that the module's ``collate_rows`` takes.
+    # Tensors whose first axis is the rows, or a list for the module's ``collate_rows``.
     rows: dict[str, Tensor] | list[Any]
-    unit_ids: Tensor  # which unit each row belongs to, ``(rows,)``, counted from 0 without gaps
+    unit_ids: Tensor  # the unit of each row, ``(rows,)``, counted from 0 without gaps
 
     @classmethod
     def build(cls, batch: Any, unit_ids: Tensor | None) -> Inputs:
@@ -71,16 +71,16 @@ class Inputs:
         return int(self.unit_ids.max()) + 1
 
     def collated(self, module: PrivateModule) -> Inputs:
-        """Return the same units as tensors collated once, so that all batches have one shape."""
+        """Return the same units as tensors collated once, so that all batches have the same shape."""
         rows = module.collate_rows(self.rows) if isinstance(self.rows, list) else self.rows
         return Inputs(rows, self.unit_ids)
 
     def collate(
         self, module: PrivateModule, units: Sequence[int], weights: Mapping[int, float], emptied: Sequence[int] = ()
     ) -> tuple[Any, Tensor]:
-        """Return the rows of ``units`` (a unit may come twice) with their weights, and each row's slot ``(rows,)``.
+        """Return the rows of ``units`` (a unit may occur twice) with their weights, and each row's slot ``(rows,)``.
 
-        Slots that are ``emptied`` have none; where that leaves no row at all, there are no rows: None.
+        Slots that are ``emptied`` have no rows. If no row at all is left, the rows are None.
         """
         index = [(self.unit_ids == unit).nonzero().flatten() for unit in units]
         index = [rows[:0] if slot in emptied else rows for slot, rows in enumerate(index)]
@@ -105,10 +105,10 @@ class Inputs:
 class Step:
     """The result of one logical step."""
 
-    sums: dict[str, Tensor] = field(default_factory=dict)  # what the guard was shown: the clipped sums before noise
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # what the optimizer found in ``.grad``
+    sums: dict[str, Tensor] = field(default_factory=dict)  # passed to the guard: the clipped sums before noise
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # found by the optimizer in ``.grad``
     denominator: float = 1.0  # the public constant of the plan
-    beside: dict[str, Tensor] = field(default_factory=dict)  # what else was released, as coordinates of the noised sum
+    beside: dict[str, Tensor] = field(default_factory=dict)  # other released values, as coordinates of the noised sum
 
     def noised_sums(self) -> dict[str, Tensor]:
         """Return the gradients times the denominator, and other released values, in float64."""
@@ -126,7 +126,7 @@ def gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 
 
 def _violation(error: UnsupportedModelError) -> PrivacyViolation:
-    """Return the refusal of a step as a violation of ``independence``, or of ``step`` where it has another reason."""
+    """Return the refusal of a step as a violation of ``independence``, or of ``step`` if it has another reason."""
     what = "independence" if error.trap in ("T10", "T11") else "step"
     return PrivacyViolation(f"{what}: {error.sentence}", trap=error.trap)
 
@@ -135,8 +135,8 @@ class Probe:
     """A module prepared for steps; created by ``probing``.
 
     Attributes:
-        plan: The plan of one step over the whole batch, its noise calibrated to the claim under test.
-        weights: What each unit's loss is multiplied by; 1 where a unit is not named.
+        plan: The plan of one step over the whole batch, with noise calibrated to the tested claim.
+        weights: The factor of each unit's loss; 1 for units that are not listed.
     """
 
     def __init__(self, module: PrivateModule, inputs: Inputs, mode: PrivacyMode, plan: PrivacyPlan, seed: int) -> None:
@@ -150,7 +150,7 @@ class Probe:
 
     @property
     def bound(self) -> float:
-        """How far one unit may move the sum."""
+        """The most that one unit may move the sum."""
         return self.plan.sensitivity
 
     @property
@@ -163,9 +163,9 @@ class Probe:
     ) -> Step:  # fmt: skip
         """Run one logical step over ``units``.
 
-        ``step`` and ``attempt`` key noise and dropout, ``salt`` the noise. Slots that are ``masked`` hold rows but
-        are not real, and must contribute nothing; ``emptied`` ones are real but hold no rows, as a unit that was
-        replaced by nothing. ``size`` is the units per physical batch; None puts all in one.
+        ``step`` and ``attempt`` key noise and dropout, ``salt`` the noise. Slots that are ``masked`` have rows but
+        are not real, and must contribute nothing. ``emptied`` slots are real but have no rows, like a unit that was
+        replaced by nothing. ``size`` is the units per physical batch; None puts all into one.
         """
         self._step, self._count, self.salt, self.attempt = Step(denominator=self.plan.denominator), 0, salt, attempt
         try:
@@ -200,7 +200,7 @@ class Probe:
         return Permit(attempt, step, self.salt)
 
     def record(self, permit: Permit, update: Update) -> None:
-        """Store the value released beside the gradients, as its original coordinate."""
+        """Store the value released in addition to the gradients, as its original coordinate."""
         if update.clip_fraction is not None:
             noised = clip_fraction.coordinate_of(
                 update.clip_fraction,
@@ -257,7 +257,7 @@ def probing(module: PrivateModule, inputs: Inputs, plan: PrivacyPlan, seed: int)
         except UnsupportedModelError as error:
             raise _violation(error) from error
         module.__dict__.update(lent)
-        with evaluation_mode(module):  # dropout would make two runs differ; training mode has its own check
+        with evaluation_mode(module):  # dropout would make two runs differ; training mode has a separate check
             yield probe
     finally:
         for name in lent:

@@ -1,8 +1,8 @@
 """Public bins: assign queries to a few kinds, defined without private queries.
 
-Three ways: by the number of words; by the nearest of some centroids of public passages; by a public label of the
-passage that the query belongs to. Whatever is fitted is fitted to public passages, and is stored with the
-histogram, so that synthetic queries are put into the very same bins.
+There are three kinds of bins: by the number of words, by the nearest of several centroids of public passages, and by a
+public label of the query's passage. Anything fitted is fitted to public passages and stored with the histogram, so that
+synthetic queries are put into exactly the same bins.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Bins(ABC):
 
     kind: str = ""
     trusts: tuple[Assumption, ...] = ()
-    """What a claim takes on trust where the bins are used."""
+    """The assumptions that a claim takes on trust where the bins are used."""
 
     def fit(self, passages: Callable[[], Mapping[str, str]]) -> None:  # noqa: B027 - bins need not depend on them
-        """Read the public passages, if the bins depend on them; where there are none, asking for them is refused."""
+        """Read the public passages, if the bins depend on them; without passages, asking for them is refused."""
 
     @property
     @abstractmethod
@@ -42,11 +42,11 @@ class Bins(ABC):
 
     @abstractmethod
     def assign(self, texts: Sequence[str], passage_ids: Sequence[str]) -> np.ndarray:
-        """Return the bin of each query, given with its passage; integers, shape ``(texts,)``."""
+        """Return the bin of each query, given its passage; integers, shape ``(texts,)``."""
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
-        """Return everything that `bins_from_spec` needs to rebuild them; plain JSON values, public."""
+        """Return all that `bins_from_spec` needs to rebuild them; plain JSON values, public."""
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the spec."""
@@ -54,7 +54,7 @@ class Bins(ABC):
 
 
 class LengthBins(Bins):
-    """Bins by the number of words; ``edges`` are the least number of words of each bin but the first, rising."""
+    """Bins by the number of words; ``edges`` are the lowest numbers of words of all bins but the first, ascending."""
 
     kind = "length"
 
@@ -77,7 +77,7 @@ class LengthBins(Bins):
 
 
 class LabelBins(Bins):
-    """Bins by a public label of the passage: from a file of ids and labels with tabs between, or given as a mapping."""
+    """Bins by a public label of the passage, from a tab-separated file of ids and labels or from a mapping."""
 
     kind = "label"
     _NONE = "no label"
@@ -122,18 +122,18 @@ def _read_labels(path: Path) -> dict[str, str]:
 class TopicBins(Bins):
     """Bins by the nearest centroid of public passages under a public encoder.
 
-    The centroids are those of spherical k-means (Dhillon and Modha 2001), fitted to a sample of the passages that
-    is chosen by a hash of their ids, from starting points chosen by the same.
+    The centroids are those of spherical k-means (Dhillon and Modha 2001), fitted to a sample of the passages. A hash of
+    their ids selects the sample and the starting points.
     """
 
     kind = "topic"
 
     topics: int = 20
-    encoder: str = "minilm"  # or a public encoder's folder, or a hub name
-    encoder_is_public: bool = False  # declares that nothing private went into another encoder than ``minilm``
-    max_passages: int = 2000  # passages that are looked at
+    encoder: str = "minilm"  # or the folder or hub name of a public encoder
+    encoder_is_public: bool = False  # declares that nothing private went into an encoder other than ``minilm``
+    max_passages: int = 2000  # size of the sample
     rounds: int = 20  # of k-means
-    centroids: Sequence[Sequence[float]] | None = None  # given ones, ``(topics, dimension)``; nothing is fitted then
+    centroids: Sequence[Sequence[float]] | None = None  # given ones, ``(topics, dimension)``; then nothing is fitted
 
     def __post_init__(self) -> None:
         require_whole("task.bins", self, 1, "topics", "max_passages", "rounds")
@@ -157,7 +157,7 @@ class TopicBins(Bins):
             nearest = (vectors @ centroids.T).argmax(axis=1)
             for topic in range(self.topics):
                 mean = vectors[nearest == topic].sum(axis=0)
-                if (length := float(np.linalg.norm(mean))) > 0:  # a topic that lost all passages stays where it was
+                if (length := float(np.linalg.norm(mean))) > 0:  # a topic that lost all passages keeps its centroid
                     centroids[topic] = mean / length
         self._centroids = np.round(centroids, 5)
 
@@ -166,10 +166,10 @@ class TopicBins(Bins):
         return tuple(f"topic {number}" for number in range(len(self._fitted())))
 
     def assign(self, texts: Sequence[str], passage_ids: Sequence[str]) -> np.ndarray:
-        """Like `Bins.assign`; of equally near centroids the first.
+        """Assign as in `Bins.assign`; among equally near centroids the first wins.
 
-        Each query is embedded and compared apart from all others: they would else decide by their number how its
-        scores are rounded, and so at a boundary its bin, which is more than a unit is charged for.
+        Each query is embedded and compared separately from all others. Otherwise their number would decide how its
+        scores are rounded, and so, at a boundary, its bin; that is more than a unit is charged for.
         """
         centroids = self._fitted().astype(np.float64)
         vectors = load_towers(self.encoder).query_encoder.encode(texts, "query", apart=True).double().numpy()
@@ -186,9 +186,9 @@ class TopicBins(Bins):
 
 
 def require_public_encoder(encoder: str, is_public: bool, *, knob: str) -> tuple[Assumption, ...]:
-    """Return a claim's trusted assumptions if private queries are compared under this encoder.
+    """Return a claim's unverified assumptions if private queries are compared under this encoder.
 
-    ``knob`` is the setting that names the encoder; with ``_is_public`` behind it, the declaration.
+    ``knob`` is the setting that names the encoder; with ``_is_public`` appended, it is the declaration.
     """
     folder = Path(str(encoder)).expanduser()
     if folder.is_dir() and (trace := next(traces_of_training(folder), None)) is not None:
@@ -205,7 +205,7 @@ def require_public_encoder(encoder: str, is_public: bool, *, knob: str) -> tuple
 def bins_from_spec(spec: Mapping[str, Any], *, encoder: str | None = None, encoder_is_public: bool = False) -> Bins:
     """Return the bins of a histogram.
 
-    ``encoder`` says where the encoder of topics lies, if it is none that is known by name.
+    ``encoder`` is the folder of the topics' encoder, if the encoder is not known by name.
     """
     try:
         if spec["kind"] == LengthBins.kind:

@@ -1,7 +1,7 @@
 """Margins of relevance between a query's own passage and others, by a public cross-encoder.
 
 Generative pseudo-labelling (Wang et al., "GPL", NAACL 2022, section 3): the label of a passage p- that a retriever
-confuses with the query's own p+ is the difference of the cross-encoder's logits, which a dual encoder learns
+confuses with the query's own p+ is the difference of the cross-encoder's logits. A dual encoder learns it
 (`MarginMSELoss`).
 """
 
@@ -38,9 +38,9 @@ NEGATIVES = "hard-negatives.jsonl"
 
 
 def mine(released: ReleasedQueries, ranker: Ranks, *, depth: int, per_query: int, seed: int) -> dict[str, list[str]]:
-    """Draw for each query ``per_query`` passages uniformly from its first ``depth``, except its own.
+    """Draw ``per_query`` passages for each query, uniformly from its first ``depth``, except its own.
 
-    What is drawn for a query is a function of (``seed``, query id) and of its ranking.
+    The draw is a function of (``seed``, query id) and of the query's ranking.
     """
     if not 1 <= per_query <= depth:
         raise ConfigurationError(f"per_query={per_query} is not between 1 and depth={depth}.")
@@ -63,29 +63,29 @@ class Labelling:
     """Settings for labelling queries."""
 
     cross_encoder: str | Path  # a folder or a hub name
-    cross_encoder_is_public: bool = False  # declares that nothing private went into a model without card
-    encoder_is_public: bool = False  # the same of the ranker's encoder
-    depth: int = 50  # how far down the ranking negatives are drawn from
-    per_query: int = 5  # how many for each query
-    seed: int = 0  # of those draws; public
+    cross_encoder_is_public: bool = False  # declares that nothing private went into a model without a card
+    encoder_is_public: bool = False  # the same for the ranker's encoder
+    depth: int = 50  # lowest rank from which negatives are drawn
+    per_query: int = 5  # negatives per query
+    seed: int = 0  # seed of those draws; public
     batch_size: int = 32  # pairs per forward pass
-    max_length: int | None = None  # tokens of a pair that are read; null for what the cross-encoder's folder says
-    group_size: int = 256  # queries that are finished, and safe, together
+    max_length: int | None = None  # tokens of a pair that are read; null uses the setting of the cross-encoder's folder
+    group_size: int = 256  # queries that are finished and stored together
     device: str = "cpu"  # where the cross-encoder computes
-    workers: int = 0  # processes of a Ray cluster that score pairs; 0 scores in this one. The files are the same
+    workers: int = 0  # Ray processes that score pairs; 0 scores in this process. The files are the same
 
 
 def label(
     released: ReleasedQueries, out: str | Path, how: Labelling, *, ranker: Ranks, progress: Progress | None = None
 ) -> Path:
-    """Label released queries in GPL's files, `LABELS` and `NEGATIVES`, in the folder ``out``, which is returned.
+    """Label released queries in GPL's files, `LABELS` and `NEGATIVES`, in the folder ``out``; return ``out``.
 
     Guarantees:
-        - Run again after an interruption, it goes on, and writes the same files.
-        - Nothing is read but released queries, public passages and models that their claim covers.
-        - Where a privacy card covers the queries, one that names it lies beside the files and claims the same.
+        - After an interruption, a second call continues and writes the same files.
+        - Only released queries, public passages and models that their claim covers are read.
+        - If a privacy card covers the queries, the folder gets a card that names it and makes the same claim.
 
-    ``ranker`` finds the passages that a query is confused with; ``progress`` is called with (queries done, in all).
+    ``ranker`` finds the passages that a query is confused with; ``progress`` is called with (queries done, in total).
 
     Raises:
         PrivateDataError: ``released`` is not a `ReleasedQueries`, or a model is not covered by their claim.
@@ -135,7 +135,7 @@ def label(
 
 
 def _pairs(released: ReleasedQueries, group: Sequence[Any], mined: dict[str, list[str]]) -> tuple[list[str], list[str]]:
-    """Return the texts of each query of a group with its own passage, and then with each that was mined for it."""
+    """Return the texts of each query of a group with its own passage, then with each passage mined for it."""
     asked, read = list[str](), list[str]()
     for query in group:
         for passage in (query.passage_id, *mined[query.query_id]):
@@ -159,7 +159,7 @@ def _labels(group: Sequence[Any], mined: dict[str, list[str]], scores: np.ndarra
 
 
 def _digest(released: ReleasedQueries, mined: dict[str, list[str]]) -> str:
-    """Of all that is scored; it changes with an encoder behind the same name."""
+    """Return a hash of all that is scored; it also changes with the encoder under the same name."""
     digest = hashlib.sha256()
     for query in released:
         names = [query.passage_id, *mined[query.query_id]]

@@ -1,4 +1,4 @@
-"""A selection of released queries, written as a separate data set with the claim of the whole."""
+"""Write a selection of released queries as a separate data set with the claim of the whole."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Applied:
     settings: Mapping[str, Any]
     asked: int
     kept: int
-    lowest_kept: float | None  # the lowest score of those; None where it kept none
-    # Some queries that it kept and some that it did not, each as (score, query, passage id).
+    lowest_kept: float | None  # the lowest score of the kept queries; None if it kept none
+    # Some kept and some dropped queries, each as (score, query, passage id).
     examples: tuple[list[tuple[float, str, str]], list[tuple[float, str, str]]]
-    trusts: tuple[Assumption, ...] = ()  # what the claim of what it kept takes on trust, as `QueryFilter.check` says
+    trusts: tuple[Assumption, ...] = ()  # what the claim of the kept queries takes on trust, from `QueryFilter.check`
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts and settings as JSON values, without examples."""
-        # A filter gets released queries alone; whether its model saw private ones is decided, or declared.
+        # A filter only gets released queries; whether its model saw private ones is decided, or declared.
         return {
             "uses_private_data": "no, as declared" if self.trusts else False,
             **self.settings,
@@ -57,11 +57,11 @@ def apply_filters(
 
     Every filter is checked before the first one scores.
 
-    ``progress`` is called with the name of each filter; what it returns is called with (queries done, in all). As
-    many as ``examples`` are shown of those that a filter kept, and of those that it did not.
+    ``progress`` is called with the name of each filter and returns a function, called with (queries done, in total).
+    Up to ``examples`` kept queries, and as many dropped ones, are recorded per filter.
 
     Raises:
-        PrivateDataError: A filter would bring private data in.
+        PrivateDataError: A filter would introduce private data.
         DataError: No query is left.
     """
     under, trusts = released, list[tuple[Assumption, ...]]()
@@ -93,7 +93,7 @@ def apply_filters(
 
 
 def _spread(mask: Any, count: int) -> list[int]:
-    """Return places of up to ``count`` true values, evenly over them."""
+    """Return up to ``count`` indices of true values, spread evenly."""
     places = mask.nonzero()[0].tolist()
     step = max(1, len(places) // count) if count else 1
     return list(places[::step][:count])
@@ -112,16 +112,16 @@ def write_selection(
     """Write the kept queries in BEIR's layout, with ids and metadata unchanged.
 
     Guarantees:
-        - The privacy card claims what the card of the whole data set claims, and names it.
+        - The privacy card makes the same claim as the card of the whole data set, and names it.
         - The card lists every filter with its settings.
-        - No query gets a card but that of the folder in which it stands, word for word.
+        - A query only gets the card of a folder that contains it, word for word.
 
-    ``applied`` comes from `apply_filters`, ``tuning`` and ``environment`` are those of `CardFacts`. Language and
-    licence are those of the whole set, where they are null.
+    ``applied`` comes from `apply_filters`; ``tuning`` and ``environment`` are those of `CardFacts`. Language and
+    licence default to those of the whole set.
 
     Raises:
-        StorageError: ``out`` holds something already.
-        PrivateDataError: A query is not one of the folder whose card it would get.
+        StorageError: ``out`` is not empty.
+        PrivateDataError: A query is not in the folder whose card it would get.
     """
     folder = Path(out)
     check_is_new(folder)
@@ -148,7 +148,7 @@ def write_selection(
 
     claimed = source if kept.provenance == "card" else None
     if claimed is not None:
-        card_of({}, claimed)  # a card that cannot be inherited is refused before queries lie there without one
+        card_of({}, claimed)  # refuse a card that cannot be inherited before queries are written without one
     counts = Counts(queries=len(kept), passages=len({query.passage_id for query in kept}))
     hashes = write_entries(folder, lambda: kept, kept.passages)
     if claimed is not None:

@@ -34,10 +34,10 @@ class Mauve:
     """MAUVE over several runs of k-means."""
 
     values: tuple[float, ...]  # one per seed
-    seeds: tuple[int, ...]  # of k-means; the data are the same
+    seeds: tuple[int, ...]  # seeds of k-means; the data are the same
     buckets: int
     texts: tuple[int, int]
-    components: int  # principal components that were kept
+    components: int  # principal components kept
     featuriser: str
     scaling: float = SCALING
 
@@ -48,7 +48,7 @@ class Mauve:
 
     @property
     def sd(self) -> float | None:
-        """The standard deviation over seeds, of k-means alone; None for one seed."""
+        """The standard deviation over seeds of k-means; None for one seed."""
         return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,14 +67,14 @@ def mauve(
     restarts: int = 5,
     scaling: float = SCALING,
 ) -> Mauve:
-    """Return MAUVE of two samples of features ``(p, dim)`` and ``(q, dim)``, which ``featuriser`` made.
+    """Return MAUVE of two samples of features ``(p, dim)`` and ``(q, dim)``, computed by ``featuriser``.
 
     Guarantees:
         - Equal input and seeds give equal values on one machine; no global random state is read or written.
-        - Every value lies between 0 and 1.
+        - Every value is between 0 and 1.
 
-    Each of ``seeds``, of k-means with the best of ``restarts`` runs, gives one value; ``buckets`` are a tenth of
-    the smaller sample by default; ``scaling`` is the paper's c.
+    Each of ``seeds`` gives one value, from k-means with the best of ``restarts`` runs. ``buckets`` is by default a
+    tenth of the smaller sample. ``scaling`` is the paper's c.
     """
     p, q = _table(p_features, "p_features"), _table(q_features, "q_features")
     if p.shape[1] != q.shape[1]:
@@ -112,7 +112,7 @@ def mauve(
 def divergence_curve(p: ArrayLike, q: ArrayLike, *, scaling: float = SCALING) -> Floats:
     """Return the divergence curve of two histograms with its end points, from (1, 0) to (0, 1); ``(weights + 2, 2)``.
 
-    Both are shares that sum to 1, shape ``(buckets,)``.
+    Both histograms are shares that sum to 1, shape ``(buckets,)``.
     """
     first, second = _histogram(p), _histogram(q)
     if len(first) != len(second):
@@ -158,7 +158,7 @@ def _k_means(points: Floats, k: int, restarts: int, seed: int) -> NDArray[np.int
     from sklearn.exceptions import ConvergenceWarning
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different texts than buckets: some stay empty
+        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct texts than buckets: some stay empty
         found = KMeans(k, init="random", n_init=restarts, max_iter=500, random_state=seed).fit(
             points.astype(np.float32)
         )

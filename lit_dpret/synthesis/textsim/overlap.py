@@ -1,7 +1,7 @@
 """Count synthetic queries that repeat an original one: word for word, or in a run of words.
 
-A generator may repeat what it was trained on. So may chance: short questions are asked again and again. What
-tells the two apart is the same count against original queries that the generator never saw, equally many.
+A generator may repeat its training data. So may chance: short questions are asked again and again. To distinguish the
+two, count the same against equally many original queries that the generator never saw.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lit_dpret.synthesis.textsim.words import check_n, check_texts, ngrams, word
 class Overlap:
     """The number of texts found among others."""
 
-    exact: Share  # texts that equal one of the others after normalisation (case, punctuation and spaces aside)
-    ngram: Share  # texts that share a run of ``n`` words with one of the others, of those with ``n`` words at least
+    exact: Share  # texts that equal one of the others, ignoring case, punctuation and spaces
+    ngram: Share  # texts that share a run of ``n`` words with one of the others, of those with at least ``n`` words
     n: int
     references: int
 
@@ -37,8 +37,8 @@ def overlap(texts: Sequence[str], references: Sequence[str], *, n: int = 8) -> O
     """Return how many of ``texts`` are found in ``references``, whole or by ``n`` words in a row.
 
     Guarantees:
-        - Each text counts once, however often it is found; equal texts count as often as they stand there.
-        - A text without any word is never found; one with fewer than ``n`` words is not in that share's total.
+        - Each text counts once, however often it is found; equal texts count as often as they occur.
+        - A text without any word is never found. A text with fewer than ``n`` words is not in that share's total.
     """
     check_n(n)
     check_texts(texts, "synthetic queries")
@@ -59,13 +59,13 @@ def overlap(texts: Sequence[str], references: Sequence[str], *, n: int = 8) -> O
 class Share:
     """``positives`` of ``total``, with an exact interval for the share behind them.
 
-    The interval is Clopper and Pearson's (Biometrika 26, 1934), which holds at least ``level`` for every
-    share and every total, also where no positive was found. It is about the choice of the texts that were
-    looked at, as an independent draw from many more; where they are all there are, it says nothing.
+    The interval is Clopper and Pearson's (Biometrika 26, 1934). It covers the share with probability at least
+    ``level``, for every share and total, even without positives. It is about the choice of the examined texts as an
+    independent draw from many more; if they are all there are, it says nothing.
     """
 
     positives: int
-    total: int  # how many were looked at; 0 where none could have it
+    total: int  # how many were examined; 0 if none could be positive
     level: float = 0.95
 
     def __post_init__(self) -> None:
