@@ -51,7 +51,7 @@ class RawSplit:
     """One split as stored in its files."""
 
     source: str  # the file or folder, for messages
-    ids: Sequence[str]  # one public id per image; it does not depend on the other images in the files
+    ids: Sequence[str]  # one public id per image: its path, its name in the file, or its position there
     labels: Sequence[int]  # the label of each image, counted from 0
     # The images at some positions, uint8 of shape (positions, channels, height, width).
     decode: Callable[[Sequence[int]], Tensor]

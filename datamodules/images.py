@@ -61,7 +61,7 @@ class ImageUnits:
         return (ImageRow(self._ids[unit], self._images[unit], int(self._labels[unit])),)
 
     def most_units_of_a_user(self) -> int | None:
-        """None: these data sets have no users."""
+        """Return None: these data sets have no users."""
         return None
 
 

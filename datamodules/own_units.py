@@ -51,7 +51,7 @@ class OwnUnits:
         return tuple(copied_row(self.dataset[row]) for row in self._groups[unit])
 
     def most_units_of_a_user(self) -> int | None:
-        """None: only ``unit_of`` knows the person behind a unit."""
+        """Return None: only ``unit_of`` knows the person that a unit belongs to."""
         return None
 
 
@@ -162,7 +162,7 @@ class UnitDataModule(SampledDataModule):
                 f"unit_of({row}) raised {type(error).__name__}: it gets the number of a row, and must name the unit of "
                 "dataset[number], as users.__getitem__ does."
             ) from error
-        if (found := as_id(name)) is None:  # NaN differs from itself, and equal tensors do not compare as one name
+        if (found := as_id(name)) is None:  # NaN differs from itself, and equal tensors differ as keys
             raise DataError(
                 f"unit_of({row}) returned {'an empty text' if isinstance(name, str) else f'a {type(name).__name__}'}: "
                 "the name of a unit is a text or a whole number, so that rows of one unit can be told by it."

@@ -237,9 +237,9 @@ class PairsDataModule(SampledDataModule):
         return Path(str(self.pairs or self.folder or self.queries))
 
     def measure(self, split: str) -> LeftOut:
-        """Prepare to evaluate one split; return the account of the records that reading leaves out.
+        """Prepare to evaluate one split; return a record of what reading leaves out.
 
-        Data read this way is never used for training.
+        Data read this way are never used for training.
         """
         self._left_out = LeftOut(SPLIT_NAMES.get(split, split))
         return self._left_out

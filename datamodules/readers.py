@@ -478,7 +478,7 @@ def as_id(value: object) -> str | None:
         return unicodedata.normalize("NFC", value.strip()) or None
     if is_whole(value):
         return str(value)
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:  # larger floats are not exact
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:  # larger floats are ambiguous
         return str(int(value))
     return None
 

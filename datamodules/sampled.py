@@ -162,9 +162,8 @@ class SampledDataModule(LightningDataModule):
         """Refuse a setting that keeps a fixed number of records, if changing one unit could move another into or out of
         it.
 
-        Under ``zero_out`` ids are public and stay. Under ``replace_one`` one record may replace another, but one unit
-        must not replace several; ``several`` names the setting that makes a unit something other than exactly one
-        record, if any.
+        Under ``zero_out`` ids are public and stay. Under ``replace_one`` one record may replace another, so a unit must
+        be exactly one record; ``several`` names the setting that violates this, if any.
         """
         if getattr(self, knob) is None or neighbours not in ("add_or_remove", "replace_one"):
             return

@@ -107,7 +107,7 @@ class SquadDataModule(PairsDataModule):
                     except DataError as error:
                         complain(error)
                         continue
-                    if answered or split == "train":  # there a question without an answer is a unit without rows
+                    if answered or split == "train":  # a train question without an answer is a unit without rows
                         queries[query_id], domains[query_id] = text, title
                         judged[query_id] = {passage_id: 1} if answered else {}
         return Collection(

@@ -87,7 +87,7 @@ class MadePrivate(PrivateModule):
         self.module, self._public_rows = module, list(public_rows)
         # Not registered as submodules, or checkpoints would hold weights that the user's class cannot load.
         vars(self).update(_loss_of_rows=per_row_loss, _collate_fn=collate_fn)
-        # Modules that the loss reads may have been trained on private data, even where only their weights are read.
+        # Earlier private training of these counts too, even if only their weights are read and they are never called.
         self._loss_of_rows: Callable[[Any, Any], Tensor]
         self._collate_fn: Callable[[list[Any]], Any]
         self._read_by_loss = _modules_read(per_row_loss)

@@ -101,7 +101,7 @@ class Settings:
 
 
 def batch_among(batch: int | None, n: int, units: str = "the number of units") -> int:
-    """Return an expected batch size that was checked to be set and at most ``n``; ``units`` names ``n`` in an error."""
+    """Return the expected batch size; refuse one that is missing or above ``n``, which an error calls ``units``."""
     if batch is None:
         raise ConfigurationError("Neither datamodule.expected_batch_size nor datamodule.sample_rate is given: set one.")
     if batch > n:

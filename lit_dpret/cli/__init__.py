@@ -116,7 +116,7 @@ def _named_first(make: Callable[..., Any], line: str) -> Callable[..., Any]:
 
 
 def _data_line(cfg: DictConfig, task: Any) -> str:
-    """Return the data a task reads and, if it trains, the promise and the unit that it protects."""
+    """Return the line that names the data a task reads and, if it trains, its privacy promise and unit."""
     given = {word.lstrip("+").split("=")[0] for word in own_overrides()}
     chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
     node = cfg.datamodule

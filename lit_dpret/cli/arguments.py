@@ -16,7 +16,7 @@ from lit_dpret.errors import ConfigurationError
 
 _POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("run",), "sweep": ("file",)}
 _SENTENCES = ("task.query", "task.tuning_note", "callbacks.card.tuning_note")  # prose, which may contain any character
-_OPTIONS = {  # of Hydra
+_OPTIONS = {  # Hydra's options
     "-m", "--multirun", "-r", "--run", "-h", "--help", "--hydra-help", "--version", "--resolve", "-i", "--info", "-sc",
     "--shell-completion",
 }  # fmt: skip

@@ -53,7 +53,7 @@ class Measurement:
     """Settings for measuring canaries; for a dual encoder, pairs are scored and nothing is drawn."""
 
     draws: int = 20  # queries drawn for each canary's passage
-    # top_p, temperature, max_new_tokens: Of those draws; take the settings of the release.
+    # top_p, temperature, max_new_tokens: For those draws; use the settings of the release.
     top_p: float = 0.8
     temperature: float = 1.0
     max_new_tokens: int = 32

@@ -91,9 +91,7 @@ class BuildSilos(Settings):
 
 
 def _read_squad(path: Path) -> tuple[dict[str, tuple[str, str]], list[Question]]:
-    """Read SQuAD's JSON, or a BEIR folder whose corpus has articles as ``domain`` and whose queries have
-    ``answers``.
-    """
+    """Read SQuAD's JSON, or a BEIR folder with articles as ``domain`` and ``answers`` in its queries."""
     if path.is_file():
         try:
             content = parse_json_file(path)

@@ -267,7 +267,7 @@ class Evolve(SetDrawing):
             kept = [found[index] for index in best]
             # No votes are taken on the final set, so only selected candidates contribute to it.
             fresh = 0 if last else round(self.fresh * (size - len(kept)))
-            key = sha256(f"lit-dpret/evolution\x1f{writer.how.seed}\x1f{step}".encode()).digest()[:8]  # public
+            key = sha256(f"lit-dpret/evolution\x1f{writer.how.seed}\x1f{step}".encode()).digest()[:8]  # a public seed
             seed = int.from_bytes(key, "big")
             numbers = offspring(counts[best] ** self.vote_power, size - len(kept) - fresh, seed=seed)
             parents = [parent for parent, number in zip(kept, numbers, strict=True) for _ in range(number)]

@@ -111,7 +111,7 @@ class Federated:
     def _fingerprint(self, plan: FederationPlan) -> str:
         """Hash the settings that finished runs depend on; systems and seeds can be added."""
         facts = {**plan.describe(), "split": self.split}
-        if plan.privacy.eps is not None:  # room for requests is part of every noise
+        if plan.privacy.eps is not None:  # all noise is calibrated with room for requests
             facts["fed_negative"] = "fed_negative" in self.systems
         return json_sha256(facts)
 

@@ -243,7 +243,7 @@ class Training:
 
     run_dir: Path  # the folder for its checkpoints, ledger, model and card
     make_trainer: Callable[..., L.Trainer]  # takes settings of a Trainer
-    callbacks: Sequence[Any]  # of the training
+    callbacks: Sequence[Any]  # callbacks of the training
     loggers: Sequence[Any] = ()  # in addition to the metrics file
     resume: bool = False  # continue from the newest whole checkpoint
     several_ranks: bool = False  # whether further processes may repeat the caller from its start

@@ -55,7 +55,7 @@ class Suspects:
     """Queries in a fixed order: first the attacked ones, then the population for RMIA."""
 
     universe: list[str]  # ids of all queries that shadow models may be trained on
-    ids: list[str]  # of the suspects
+    ids: list[str]  # ids of the suspects
     member: NDArray[np.bool_]  # whether the target was trained on them, shape ``(suspects,)``
     attacked: int  # number attacked, counted from the first; the rest are not members
     queries: list[str]  # query text of each row; a row is a suspect with one of its passages

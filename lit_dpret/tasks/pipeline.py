@@ -1,8 +1,9 @@
 """`task=pipeline`: from a private query log to synthetic queries, a retriever, a card and a report.
 
 The retriever trained on DP synthetic queries is compared with BM25, the untrained encoder, and the same retriever
-trained on the real queries without privacy, on the real queries under DP, and on pseudo-queries taken from the
-passages. Each private system is a separate release; whoever publishes two of them, or the better one, must add them up.
+trained on the real queries without privacy, on the real queries under DP, and on pseudo-queries cut out of the
+passages. Each private system is a separate release; a user who publishes two of them, or the better one, must add them
+up.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ SCORE = "synthetic/nDCG@10"
 class Pipeline(Settings):
     """Generator, synthetic queries, retriever, baselines, report."""
 
-    undeclared_results: ClassVar[bool] = True  # of the DataModule's test queries
+    undeclared_results: ClassVar[bool] = True  # results on the DataModule's test queries
     results_without_privacy: ClassVar[tuple[str, ...]] = (_UNPROTECTED,)
     """Results of systems without privacy, which must not decide the choice of a private run."""
 
@@ -372,7 +373,7 @@ class Pipeline(Settings):
         return self._made(folder, keep, card=card)
 
     def _no_private_data(self) -> RowResult:
-        """Return the row of the same retriever, trained on pseudo-queries generated from the public passages."""
+        """Return the row of the same retriever, trained on pseudo-queries cut out of the public passages."""
         folder = self._parts.run_dir / "pseudo_queries"
         self._stages.run(
             "pseudo_queries",

@@ -21,7 +21,7 @@ SETTINGS = "settings.json"
 _SETTINGS_SCHEMA = "lit-dpret/fit-settings/1"
 
 LENGTHS = ("max_steps", "max_epochs")
-"""The settings of the Trainer that a resumed run must keep."""
+"""The Trainer settings that a resumed run must keep."""
 
 _MAY_CHANGE = {  # on resume: speed settings, and paths of files
     "physical_batch_size", "num_workers", "gradient_checkpointing", "grad_cache_rows", "cache_dir", "passage_cache_dir",
