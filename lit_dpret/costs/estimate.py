@@ -18,14 +18,14 @@ from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.privacy.plan import PrivacyPlan
 
 OVERHEAD = 1.3
-"""Products of a clipped batch over those of its linear layers in an ordinary one: what norms take."""
+"""Time of a clipped batch's products over that of its linear layers in an ordinary batch; norms cause the excess."""
 # Set by hand together with `PASSES`.
 
 FACTOR = 2.0
-"""The factor, either way, between estimate and measurement; a test holds it to that for small T5s."""
+"""The largest factor, either way, between estimate and measurement; a test checks it for small T5s."""
 
 _UPDATE = 2.0
-"""Time of noise and optimizer together over that of drawing the noise."""
+"""Time of noise and optimizer together over the time to draw the noise."""
 
 
 def estimate(
@@ -86,7 +86,7 @@ def measure(
 ) -> dict[str, Any]:
     """Clip, noise and update on random token ids at full lengths; return the time and the peak memory.
 
-    No row of data is read, and no release is made: the noise comes from a stream that is thrown away.
+    No row of data is read, and nothing is released: the noise comes from a stream that is discarded.
     """
     if not isinstance(module, QueryGenerator):
         raise ConfigurationError(
@@ -118,7 +118,7 @@ def _facts(outline: GeneratorOutline, plan: PrivacyPlan, device: torch.device) -
 
 
 def _seconds(batch: float, update: float, plan: PrivacyPlan) -> dict[str, float]:
-    # Physical batches of average size; the last one of a step is smaller, and takes the less.
+    # Physical batches of average size; the last one of a step is smaller and takes less time.
     step = batch * max(1.0, plan.denominator / plan.physical_batch_size) + update
     return {
         "seconds_of_batch": batch,
@@ -129,7 +129,7 @@ def _seconds(batch: float, update: float, plan: PrivacyPlan) -> dict[str, float]
 
 
 def _products(work: Work, rows: int, device: torch.device, *, half: bool, again: bool) -> tuple[float, int]:
-    """Seconds and operations of the linear layers of one row, at rates of their shapes; ``again``: forward twice."""
+    """Return seconds and operations of one row's linear layers, at rates of their shapes; ``again``: forward twice."""
     seconds, operations = 0.0, 0
     for product, count in work.products.items():
         done = count * ((6 if product.trained else 4) + (2 if again else 0)) * product.size

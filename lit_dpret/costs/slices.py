@@ -1,8 +1,8 @@
 """Time and memory of a model that is too large to run, extrapolated from slices of it.
 
-A slice is the model with one or three layers on a side, at its full width and lengths. A physical batch is very nearly
-linear in the number of layers, so three slices tell what is there once, and what each layer of either side adds, by
-the real engine, at the rates of this machine.
+A slice is the model with one or three layers on a side, at its full width and lengths. The cost of a physical batch is
+very nearly linear in the number of layers. So three slices, run by the real engine on this machine, give the fixed cost
+and the cost of each layer of either side.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.plan import PrivacyPlan
 
 _MORE = 3
-"""Layers of the larger slices; two layers differ more measurably than one."""
+"""Layers of the larger slices; a difference of two layers is measured more exactly than that of one."""
 
 SLICES = ((1, 1), (_MORE, 1), (1, _MORE))
 """Layers of encoder and decoder of each slice."""
@@ -47,10 +47,10 @@ class Slices:
     """The measurements of the slices."""
 
     rows: int
-    base: Part  # what is there once
-    encoder_layer: Part  # what each layer of the encoder adds
-    decoder_layer: Part  # what each layer of the decoder adds
-    update_seconds: float  # for each trained weight: noise and optimizer
+    base: Part  # the fixed cost
+    encoder_layer: Part  # added by each layer of the encoder
+    decoder_layer: Part  # added by each layer of the decoder
+    update_seconds: float  # per trained weight: noise and optimizer
     device: str
     precision: str
 
@@ -65,9 +65,9 @@ def measure_slices(
 ) -> Slices:  # fmt: skip
     """Run three slices of the model for a few batches of random rows.
 
-    The weights of ``outline`` are not needed. ``progress`` is told which slice runs.
+    The weights of ``outline`` are not needed. ``progress`` is called with the name of the running slice.
     """
-    work = work_of(outline)  # refuses what is not a language model
+    work = work_of(outline)  # refuses models that are not language models
     found = []
     for encoder, decoder in SLICES if work.encoder_layers else ((0, 1), (0, _MORE)):
         progress(f"{encoder} + {decoder} layers of {outline.name}")
@@ -125,7 +125,7 @@ def slice_of(outline: GeneratorOutline, encoder: int, decoder: int) -> QueryGene
         raise ConfigurationError(f"{outline.name} cannot be tried in slices of a few layers: {error}") from error
 
 
-# What makes the shape of a layer; token ids and generation settings stay with the tokenizer of the slice.
+# The fields that determine a layer's shape; token ids and generation settings stay with the tokenizer of the slice.
 _SHAPE = {
     "model_type", "vocab_size", "d_model", "d_kv", "d_ff", "num_heads", "feed_forward_proj", "dropout_rate",
     "tie_word_embeddings", "relative_attention_num_buckets", "relative_attention_max_distance",

@@ -71,7 +71,7 @@ def write_canary_table(
     """Write ``NAME.{html,md,json,csv}``; return their paths by file name, and contradictions of the claim."""
     contradictions = [f"{row.model}, {_about(row.cell)}: {text}" for row in rows for text in row.cell.contradictions]
     data = {"schema": SCHEMA, "command": command, **facts, "contradictions": contradictions}
-    # Their owner alone may read them: models without privacy stand in the table, too.
+    # Readable only by the owner: the table also has models without privacy.
     page = Page(
         name=name, title=title, lead=[Banner(text) for text in contradictions],
         sections=[*_in_short(rows), *_in_full(rows), *_words(rows, facts, notes, command)],
@@ -81,7 +81,7 @@ def write_canary_table(
 
 
 def _in_short(rows: Sequence[CanaryRow]) -> list[Section]:
-    # The papers' table: their kinds together, a line for each model and form.
+    # The papers' table: their kinds together, one line per model and form.
     pooled = {(row.cell.side, row.model, row.cell.copies): row.cell for row in rows if row.cell.kind == POOLED}
     copies = sorted({k for _, _, k in pooled})
     lines = []
@@ -155,7 +155,7 @@ def _claims(rows: Sequence[CanaryRow]) -> list[str]:
 
 
 def _has_digits(cell: Any) -> bool:
-    """Return whether the ceiling of leaks, which is for ten digits, is about the cell's secrets."""
+    """Return whether the ceiling of leaks, which assumes ten digits, applies to the cell's secrets."""
     return cell.kind not in ("echo", "new_token")
 
 

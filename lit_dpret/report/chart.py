@@ -1,4 +1,4 @@
-"""Bar charts with confidence intervals, as hand-written SVG without scripts and libraries."""
+"""Bar charts with confidence intervals, as hand-written SVG without scripts or libraries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lit_dpret.retrieval.statistics import Interval
 _WIDTH, _LEFT, _RIGHT = 900, 250, 640
 _ROW, _HEAD, _GAP, _AXIS = 26, 26, 14, 30
 _LONGEST_LABEL = 34
-# The page's colours, or these where a drawing stands alone.
+# The page's colours, or these if a drawing is used alone.
 _ACCENT, _INK, _LINE = "var(--accent, #0072B2)", "var(--ink, #222)", "var(--line, #ccc)"
 
 
@@ -20,7 +20,7 @@ def bar_chart(rows: Sequence[RowResult]) -> str:
     """Draw a panel per metric and a bar per system, with its 95 % interval, on one scale.
 
     Returns:
-        An ``<svg>`` element that takes its colours from the page; empty where nothing was measured.
+        An ``<svg>`` element that takes its colours from the page; empty if nothing was measured.
     """
     names = metric_names(rows)
     found = [i for row in rows for i in row.metrics.values() if math.isfinite(i.mean)]
@@ -33,10 +33,10 @@ def bar_chart(rows: Sequence[RowResult]) -> str:
 
 
 def gain_chart(panels: Mapping[str, Mapping[str, Interval]]) -> str:
-    """Draw bars of gains around zero: for each panel title the gains of its clients, in the given order.
+    """Draw bars of gains around zero: for each panel title, the gains of its clients in the given order.
 
     Returns:
-        An ``<svg>`` element that can stand alone or in a page, whose colours it takes; empty where there is no gain.
+        An ``<svg>`` element, usable alone or in a page, whose colours it takes; empty if there are no gains.
     """
     gains = [gain for clients in panels.values() for gain in clients.values()]
     if not gains:
@@ -47,7 +47,7 @@ def gain_chart(panels: Mapping[str, Mapping[str, Interval]]) -> str:
 
 
 class _Drawing:
-    """Panels of bars over one axis from ``low`` to ``top``; ``sign`` is how numbers show theirs."""
+    """Panels of bars over one axis from ``low`` to ``top``; ``sign`` is the sign option of their number format."""
 
     def __init__(self, low: float, top: float, sign: str) -> None:
         self.low, self.top, self.sign = low, top, sign

@@ -1,6 +1,6 @@
 """Figures in one style, drawn with matplotlib, which is an extra (``pip install "lit-dpret[plot]"``).
 
-The colours are those of Okabe and Ito (2008), which people with the common forms of colour blindness can tell apart.
+The colours are those of Okabe and Ito (2008), distinguishable with the common forms of colour blindness.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lit_dpret.files import write_whole
 from lit_dpret.privacy.budget import show_delta, show_epsilon
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666"
-# Lines are told apart by dashes and markers as well as by colour.
+# Lines differ in dashes and markers as well as in colour.
 STYLES: tuple[tuple[str, Any, str], ...] = (
     (BLUE, "-", "o"), (ORANGE, "--", "s"), (GREEN, ":", "^"), (PURPLE, "-.", "D"), ("#000000", (0, (5, 1)), "v"),
     ("#E69F00", (0, (3, 1, 1, 1)), "P"), ("#56B4E9", (0, (1, 1)), "X"),
@@ -69,8 +69,8 @@ def draw_sweep(rows: Sequence[Mapping[str, Any]], *, metric: str, varied: Sequen
     axes = figure.subplots()
     axis, lines = varied[0], varied[1:]
     kept = [row for row in rows if metric in row["metrics"]]
-    # Infinity stands at the right end of the axis, apart from the numbers, because it is another mode and no large
-    # epsilon. The picture is for its owner alone: scores may be of private queries.
+    # Infinity is at the right end of the axis, apart from the numbers, because it is another mode, not a large epsilon.
+    # Only its owner can read the picture: scores may be of private queries.
     places = {value: place for place, value in enumerate(sorted({row[axis] for row in kept}, key=_order))}
     names = list(dict.fromkeys(tuple(row.get(name) for name in lines) for row in kept))
     for number, name in enumerate(names):
@@ -88,7 +88,7 @@ def draw_sweep(rows: Sequence[Mapping[str, Any]], *, metric: str, varied: Sequen
 
 
 def _order(value: Any) -> tuple[float, str]:
-    """Sort numbers by size, also inside a word (``eps3`` before ``eps16``), and ``inf`` last."""
+    """Return a key that sorts numbers by size, even within a word (``eps3`` before ``eps16``), and ``inf`` last."""
     text = str(value)
     digits = text.lstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_=")
     try:
@@ -107,7 +107,7 @@ _NAMES = {
 
 
 def draw_plan(facts: Mapping[str, Any], path: Path) -> Path:
-    """Write the picture of the facts of `describe_plan` as a PNG."""
+    """Draw the facts of `describe_plan` as a PNG."""
     budget = facts["plan"]["budget"]
     figure = new_figure(12, 9)
     axes = figure.subplots(2, 2)
@@ -133,7 +133,7 @@ def _over_steps(axis: Any, facts: Mapping[str, Any]) -> None:
         if line["amplified"]:
             axis.plot(steps, values, dashes, color=colour, marker=marker, markersize=4, label=name)
         else:
-            # A pass is paid for when it begins.
+            # A pass is charged when it begins.
             axis.plot(steps, values, dashes, color=colour, drawstyle="steps-pre", label=name)
     axis.axhline(facts["plan"]["budget"]["eps"], color=GREY, linewidth=1.0)
     axis.annotate(
@@ -145,7 +145,7 @@ def _over_steps(axis: Any, facts: Mapping[str, Any]) -> None:
 
 
 def _legend_above(axis: Any, share: float) -> None:
-    """Set the legend of lines that rise to the right above them, on a logarithmic axis."""
+    """Put the legend of lines that rise to the right above them, on a logarithmic axis."""
     low, high = axis.get_ylim()
     axis.set_ylim(low, high * (high / low) ** share)
     axis.legend(loc="upper left", fontsize=9, frameon=False)
@@ -192,7 +192,7 @@ def _several_units(axis: Any, facts: Mapping[str, Any]) -> None:
         name = _NAMES[column["sampling"]] + cap + (" (one only)" if len(rows) == 1 else "")
         places = [[row["units"] for row in column["rows"]].index(row["units"]) for row in rows]
         values = [row["epsilon"] for row in rows]
-        # The planned law is a ring under the others, and its numbers stand below its line.
+        # The planned law is a ring under the others, with its numbers below its line.
         ring = {"markersize": 12, "markerfacecolor": "none"} if order == 0 else {"markersize": 6}
         axis.plot(places, values, dashes, color=colour, marker=marker, label=name, **ring)
         for place, value in zip(places, values, strict=True):

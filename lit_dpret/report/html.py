@@ -1,6 +1,6 @@
 """The final page of a run, one file without scripts: results, their privacy, and the evidence.
 
-The privacy statement and the list of what is not covered come from the run's privacy card, word for word.
+The privacy statement and the list of what is not covered are copied word for word from the run's privacy card.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class RunReport:
 
     title: str
     table: Sequence[RowResult]
-    card: Mapping[str, Any]  # of the artefact that the page is about
+    card: Mapping[str, Any]  # card of the artefact that the page describes
     samples: Sequence[tuple[str, str, str]]  # id and text of a passage, and a synthetic query for it
-    round_trip: Mapping[str, Any]  # of `check_round_trip`: recall of the own passage, with its control
-    files: Mapping[str, Path]  # by what it is, each file or folder that the run wrote
-    command: str  # what to type to get the same again
-    evaluated_on: str  # which queries and passages the numbers were computed on
+    round_trip: Mapping[str, Any]  # from `check_round_trip`: recall of the own passage, with its control
+    files: Mapping[str, Path]  # each file or folder that the run wrote, by what it is
+    command: str  # the command that reproduces the page
+    evaluated_on: str  # the queries and passages that the numbers were computed on
     notes: Sequence[str]  # further remarks
 
     def write(self, folder: Path) -> Path:
-        """Write ``report.html`` into ``folder``, readable by its owner alone: it may have rows without privacy."""
+        """Write ``report.html`` into ``folder``, readable only by its owner: it may have rows without privacy."""
         sections = [
             _results(self.table, self.evaluated_on),
             _round_trip(self.round_trip),

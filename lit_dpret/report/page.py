@@ -30,7 +30,7 @@ def _templates() -> Any:
     found = Environment(
         loader=PackageLoader("lit_dpret.report"), undefined=StrictUndefined, extensions=["jinja2.ext.do"],
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
-    )  # fmt: skip  # Markdown for its reader: what may hold markup passes the filter md
+    )  # fmt: skip  # Markdown for its reader; values that may contain markup pass through the filter md
     found.filters |= {"n": "{:,}".format, "md": md, "interval": "{0[value]:.3f} [{0[low]:.3f}, {0[high]:.3f}]".format}
     found.filters |= {"delta": show_delta, "epsilon": show_epsilon, "wrap": wrapped}
     found.globals["table"] = aligned
@@ -46,7 +46,7 @@ def aligned(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
 
 
 def wrapped(text: str, first: str = "") -> str:
-    """Return a text in lines of at most 80 columns, aligned behind ``first``."""
+    """Wrap a text into lines of at most 80 columns, aligned after ``first``."""
     return textwrap.fill(
         text, 80, initial_indent=first, subsequent_indent=" " * len(first), break_long_words=False,
         break_on_hyphens=False,
@@ -98,7 +98,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG or an SVG: embedded in HTML, beside the Markdown."""
+    """A PNG or an SVG: embedded in HTML, a separate file next to the Markdown."""
 
     path: Path
     says: str
@@ -160,7 +160,7 @@ def write_short(
         write_whole(stem.with_name(f"{stem.name}{ending}"), f"{text}\n", owner_only=bool(internal))
         for ending, text in texts.items()
     )
-    if internal:  # a first report that took the same data for public would stay to be handed on
+    if internal:  # an earlier report that treated the same data as public could still be passed on
         for file in files:
             file.with_name(file.name.removeprefix("internal_")).unlink(missing_ok=True)
     return Written(files, (*lines, "", *(f"written: {path}" for path in files)))

@@ -1,8 +1,8 @@
 """BM25, the lexical baseline of every dense retriever.
 
-The scoring is bm25s with Lucene's formula and the values behind the published BEIR and MS MARCO baselines
-(Anserini's: k1 0.9, b 0.4). Stemming is on, as in those baselines; it can move nDCG by two points, so name it
-beside a result. The ranking has the same form and the same tie rule as dense search.
+Scoring is bm25s with Lucene's formula and the values of the published BEIR and MS MARCO baselines (Anserini's: k1 0.9,
+b 0.4). Stemming is on, as in those baselines; it can change nDCG by two points, so state it with a result. The ranking
+has the same form and tie rule as dense search.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, requir
 
 @dataclass(frozen=True, kw_only=True)
 class BM25Settings:
-    """The settings that determine a score besides the texts."""
+    """The settings that, besides the texts, determine a score."""
 
-    k1: float = 0.9  # how slowly a repeated word stops counting; at least 0
+    k1: float = 0.9  # how slowly repetitions of a word stop counting; at least 0
     b: float = 0.4  # how much a long passage is discounted, in [0, 1]
     stemmer: str | None = "english"  # the Snowball stemmer's language, or None to compare words as they are
-    stopwords: str | None = "en"  # the language whose stop words are passed over, as ``en``; None passes over none
+    stopwords: str | None = "en"  # the language whose stop words are ignored, such as ``en``; None ignores none
 
     def __post_init__(self) -> None:
         if self.k1 < 0 or not 0 <= self.b <= 1:
@@ -73,13 +73,13 @@ class BM25:
         self._tie_rank = torch.arange(len(passages)) if passage_ids is None else lexicographic_rank(passage_ids)
 
     def search(self, queries: Sequence[str], k: int) -> TopK:
-        """Return the ``k`` best passages of every query; `MISSING` where no more share a word with it."""
+        """Return the ``k`` best passages of every query, padded with `MISSING` if fewer share a word with it."""
         return self.search_and_score(queries, k, [()] * len(queries))[0]
 
     def search_and_score(
         self, queries: Sequence[str], k: int, wanted: Sequence[Sequence[int]]
     ) -> tuple[TopK, list[Tensor]]:
-        """Return `search`, and each query's scores of its passages ``wanted``, 0 without a shared word."""
+        """Return `search`, and each query's scores of its ``wanted`` passages; 0 without a shared word."""
         require_positive(k=k)
         scores = torch.full((len(queries), k), float("-inf"))
         indices = torch.full((len(queries), k), MISSING, dtype=torch.long)

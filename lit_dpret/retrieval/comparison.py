@@ -1,7 +1,7 @@
 """Compare two systems on the same queries: their difference, and its significance.
 
-The interval is of the mean *difference* (queries are drawn in pairs), the p-value that of a paired randomisation
-test, which is also given as Holm adjusts it for all cells of the grid.
+The interval is for the mean *difference* (queries are drawn in pairs). The p-value is that of a paired randomisation
+test; it is also reported with Holm's adjustment for all cells of the grid.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Difference:
     metric: str
     a: float
     b: float
-    difference: Interval  # ``a - b`` on the mean query, with its bootstrap interval
+    difference: Interval  # mean of ``a - b`` over queries, with its bootstrap interval
     p_value: float  # two-sided, of the paired randomisation test
     p_holm: float  # the same, adjusted for all cells of the comparison
     queries: int
     better: int
-    worse: int  # on how many of them it was worse; on the others they tie
+    worse: int  # number of queries on which it was worse; on the others they tie
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,8 @@ def compare_values(
 ) -> Comparison:
     """Compare values of the same queries in the same order.
 
-    Each is data set to metric to one value per query, of the system of that name. ``resamples`` are random swaps per
-    test; the smallest possible p-value is one over one more.
+    Each maps data set and metric to one value per query, for the system of that name. ``resamples`` is random swaps per
+    test; the smallest possible p-value is 1 / (resamples + 1).
     """
     if a.keys() != b.keys() or any(a[data].keys() != b[data].keys() for data in a):
         raise DataError(f"{names[0]} and {names[1]} were not measured on the same data sets by the same metrics.")

@@ -1,4 +1,4 @@
-"""Embeddings in memory or in a file, read in chunks and by row, so that a file is never in memory as a whole."""
+"""Embeddings in memory or in a file, read in chunks and by row; a file is never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ STORAGES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.
 
 
 class TensorRows:
-    """The rows of a tensor, ``dim`` wide; `chunk` gives consecutive ones, `take` a few thousand by index, as stored.
+    """The rows of a tensor, ``dim`` wide; `chunk` gives consecutive rows, `take` a few thousand by index, as stored.
 
-    Kept from one search to the next, they save it a look at all lengths. Memory that a tensor shares with NumPy must
-    not be changed meanwhile.
+    Kept from one search to the next, they save it from measuring all lengths again. Memory that a tensor shares with
+    NumPy must not be changed in the meantime.
     """
 
     def __init__(self, embeddings: Tensor) -> None:
@@ -30,14 +30,14 @@ class TensorRows:
 
     @property
     def longest(self) -> float | None:
-        """The length of the longest row, once a search has found it; all rows are finite then."""
+        """The length of the longest row, once a search has found it; then all rows are finite."""
         if self._longest is None or self._longest[1] != self.embeddings._version:
             return None
         return self._longest[0]
 
     def keep_longest(self, longest: float) -> None:
-        """Keep it until the tensor is changed."""
-        if not self.embeddings.is_inference():  # of which PyTorch does not count the changes
+        """Keep the length until the tensor is changed."""
+        if not self.embeddings.is_inference():  # PyTorch does not count changes of inference tensors
             self._longest = longest, self.embeddings._version
 
     def __len__(self) -> int:
@@ -57,8 +57,8 @@ class TensorRows:
 class FileRows:
     """The rows of a file that contains only rows, in C order: float32 or bfloat16 of the machine's byte order.
 
-    At most the requested chunk is in memory. The file is read and not mapped: pages of a mapped file count as the
-    process's own until the kernel takes them back.
+    At most the requested chunk is in memory. The file is read rather than mapped: pages of a mapped file count as
+    memory of the process until the kernel reclaims them.
     """
 
     longest: float | None = None  # the file may change

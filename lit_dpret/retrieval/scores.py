@@ -1,8 +1,8 @@
 """Exact scores of candidate passages, pair by pair, always in the same order.
 
-A score is the float64 dot product of two embeddings, rounded to float32. Matrix products, faiss and ScaNN add the same
-numbers up in other orders and so disagree in the last bits; in a ranking those bits decide the order of ties. So
-candidates from anywhere are scored again here.
+A score is the float64 dot product of two embeddings, rounded to float32. Matrix products, faiss and ScaNN sum the same
+numbers in other orders and so differ in the last bits; in a ranking those bits decide the order of ties. So candidates
+from any source are scored again here.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lit_dpret.retrieval.topk import MISSING
 from lit_dpret.threads import in_threads
 
 _CHUNK = 16_384  # passages that are read at a time
-_FEW_PAIRS = 2**12  # below this, one thread is done before others start
-_AT_A_TIME = 2**20  # numbers of passages that stay in a processor's cache, in float64
+_FEW_PAIRS = 2**12  # below this, one thread finishes before others start
+_AT_A_TIME = 2**20  # float64 numbers of passages that fit into a processor's cache
 _PLACE = 2**32 - 1  # mask of the lower half of a key
 _DEVICE_BLOCK = 256 * 2**20  # bytes that keep an accelerator busy
 
@@ -30,8 +30,8 @@ _DEVICE_BLOCK = 256 * 2**20  # bytes that keep an accelerator busy
 def canonical_scores(queries: Tensor, passages: Rows, candidates: Tensor, *, cosine: bool) -> Tensor:
     """Return the scores of candidate passages, each a function of only its two embeddings.
 
-    ``queries`` are float64, ``(queries, dim)``, normalised already under ``cosine``. ``candidates`` are indices of
-    passages, long on the CPU, ``(queries, width)``, with `MISSING` as filler.
+    ``queries`` are float64, ``(queries, dim)``, already normalised under ``cosine``. ``candidates`` are indices of
+    passages, long on the CPU, ``(queries, width)``, padded with `MISSING`.
 
     Returns:
         float32 on the CPU, shaped as ``candidates``; -inf for fillers.
@@ -50,11 +50,11 @@ def _on_cpu(queries: Tensor, passages: Rows, candidates: NDArray[np.int64], cosi
     width = max(1, candidates.shape[1])
     flat = candidates.reshape(-1)
     scores = torch.empty(len(flat), dtype=torch.float32)
-    keys = (flat << 32) | np.arange(len(flat))  # passage above, place among the candidates below
+    keys = (flat << 32) | np.arange(len(flat))  # upper half: passage; lower half: position among the candidates
     keys.sort()
     starts = range(0, len(passages), _CHUNK)
     edges = np.searchsorted(keys, np.append(starts, len(passages)) << 32)
-    if isinstance(passages, TensorRows):  # no passage between has to be read, so shares are even, and fit into a cache
+    if isinstance(passages, TensorRows):  # no passages in between to read, so shares are even and fit into a cache
         share = max(512, 1024 * len(keys) // len(passages))
         edges = np.append(np.arange(edges[0], len(keys), share), len(keys))
 
@@ -64,7 +64,7 @@ def _on_cpu(queries: Tensor, passages: Rows, candidates: NDArray[np.int64], cosi
             return
         pairs = keys[first:last]
         wanted, places = pairs >> 32, torch.from_numpy(pairs & _PLACE)
-        opens = np.flatnonzero(np.diff(wanted, prepend=-1))  # where another passage begins
+        opens = np.flatnonzero(np.diff(wanted, prepend=-1))  # where the next passage begins
         rows = torch.from_numpy(wanted[opens])
         if isinstance(passages, TensorRows):
             found = passages.take(rows).double()
@@ -74,7 +74,7 @@ def _on_cpu(queries: Tensor, passages: Rows, candidates: NDArray[np.int64], cosi
         found = F.normalize(found, dim=-1) if cosine else found
         scores[places] = _products(torch.from_numpy(np.append(opens, len(pairs))), places // width, found, queries)
 
-    if edges[-1] - edges[0] > _FEW_PAIRS:  # fillers stand before them
+    if edges[-1] - edges[0] > _FEW_PAIRS:  # fillers come before them
         in_threads(score, range(len(edges) - 1))
     else:
         for number in range(len(edges) - 1):
@@ -83,7 +83,7 @@ def _on_cpu(queries: Tensor, passages: Rows, candidates: NDArray[np.int64], cosi
 
 
 def _query_by_query(queries: Tensor, passages: Rows, candidates: Tensor, cosine: bool) -> Tensor:
-    """Score few pairs, for each of which its passage is fetched."""
+    """Score few pairs; the passage of each pair is fetched separately."""
     found = passages.take(candidates.clamp(min=0).view(-1)).double()
     found = F.normalize(found, dim=-1) if cosine else found
     opens = torch.arange(0, len(found) + 1, max(1, candidates.shape[1]))
@@ -101,7 +101,7 @@ def _products(opens: Tensor, of: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 @cache
 def _hear_of_beta() -> None:
-    """Let PyTorch say, as it does once in a process, that its sparse matrices are in beta, and pass over it."""
+    """Trigger PyTorch's once-per-process warning that its sparse matrices are in beta, and suppress it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         torch.eye(1).to_sparse_csr()

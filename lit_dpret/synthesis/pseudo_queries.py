@@ -1,8 +1,8 @@
 """Pseudo-queries without privacy cost: words cut out of the passages.
 
-A private generator has to beat a program that never saw a query. For each passage this one takes a salient sentence
-and keeps the words that are frequent in the passage and rare in the corpus (tf-idf), in the order of the text.
-There is no randomness beyond a hash of the passage id, and no private data at all.
+A private generator has to beat a program that never saw a query. For each passage, this program takes a salient
+sentence and keeps the words that are frequent in the passage and rare in the corpus (tf-idf), in the order of the text.
+The only randomness is a hash of passage id and draw, and no private data are used.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def pseudo_queries(
     """Yield queries from the passages alone, by passage id and draw.
 
     Guarantees:
-        - Every word of a query stands in its passage.
-        - A query has between ``min_words`` and ``max_words`` words, or fewer where its passage has
-          fewer content words; it is empty only where the passage has no words.
-        - The queries depend on the passages, and on nothing else.
+        - Every word of a query is in its passage.
+        - A query has between ``min_words`` and ``max_words`` words, or fewer if its passage has
+          fewer content words; it is empty only if the passage has no words.
+        - The queries depend only on the passages and the arguments.
     """
     if queries_per_passage < 1:
         raise ConfigurationError(f"queries_per_passage={queries_per_passage} must be at least 1.")
@@ -81,7 +81,7 @@ def pseudo_queries(
 
 
 def write_pseudo_queries(passages: Mapping[str, str], out: str | Path, *, queries_per_passage: int = 1) -> Path:
-    """Write ``pseudo_queries`` in the layout of a synthetic data set, so that the same training reads both."""
+    """Write ``pseudo_queries`` in the layout of a synthetic data set, so that the same training can read both."""
     check_passages(passages)
     folder = Path(out)
 
@@ -111,13 +111,13 @@ def _words(text: str) -> list[str]:
 
 
 def _content(text: str) -> list[str]:
-    """Content words, each once; all words where there is no content word."""
+    """Return the content words, each once; all words if there is no content word."""
     words = list(dict.fromkeys(_words(text)))
     return [word for word in words if word not in STOP_WORDS] or words
 
 
 def _salient_sentences(text: str, weight: Mapping[str, float], min_words: int) -> list[_Sentence]:
-    """Sentences with enough content words, most salient first; the whole text where none has."""
+    """Return sentences with enough content words, most salient first; the whole text if no sentence has enough."""
     sentences = []
     for part in _SENTENCE.split(text):
         words = _content(part)

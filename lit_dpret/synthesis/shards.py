@@ -1,8 +1,8 @@
 """Shards of a generation on disk: finished, verified groups, from which a killed run resumes.
 
-A shard is written beside its name, synced and renamed; its SHA-256 then goes into the manifest, one line per shard.
-Whoever comes back keeps the shards that agree with their line and makes the others again. The first line of the
-manifest is the configuration; with another one the shards would be a mixture of two data sets, so that is refused.
+A shard is written to a temporary file, synced and renamed; then its SHA-256 goes into the manifest, one line per shard.
+A resumed run keeps the shards that match their line and draws the others again. The first line of the manifest is the
+configuration. Another configuration would mix two data sets, so it is refused.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class ShardStore:
     """The shards of one generation and their manifest; ``configuration`` is everything that the content depends on.
 
     Guarantees:
-        - A shard that ``add`` has returned from is on the disk, whole.
-        - A shard whose bytes are not the recorded ones is never read as data; it is missing.
-        - Opening with another configuration raises ``ResumeError`` and names what differs.
+        - Once ``add`` has returned, its shard is complete on disk.
+        - A shard whose bytes differ from the recorded ones is never read as data; it counts as missing.
+        - Opening with another configuration raises ``ResumeError`` and names the difference.
     """
 
     def __init__(self, folder: Path, configuration: Mapping[str, Any], count: int) -> None:
@@ -117,7 +117,7 @@ class ShardStore:
             raise unwritable(self._manifest, error) from error
 
     def _read_manifest(self) -> dict[int, str]:
-        """SHA-256 by shard. Lines that a crash or a full disk tore are skipped: their shards count as missing."""
+        """Return SHA-256 by shard. Lines torn by a crash or a full disk are skipped: their shards count as missing."""
         try:
             facts = read_facts(self._manifest)
         except FileNotFoundError:

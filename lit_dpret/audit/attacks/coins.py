@@ -1,8 +1,8 @@
 """Decide by a fair coin for each query whether it is trained on, so that members and others have one distribution.
 
 Others from another split may differ in more than membership. The coins (``task=fit task.membership_coins=true``) come
-from the operating system and are no function of the data: removing one query moves no other query's coin. Whoever has
-the file knows who was trained on; it is its owner's alone.
+from the operating system and do not depend on the data: removing one query changes no other query's coin. Anyone with
+the file knows which queries were trained on, so only its owner can read it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCHEMA = "lit-dpret/membership-coins/1"
 
 @dataclass(frozen=True, repr=False)
 class Coins:
-    """Which queries were trained on, by id."""
+    """The queries that were trained on, by id."""
 
     heads: Mapping[str, bool]
 
@@ -31,7 +31,7 @@ class Coins:
 
     @classmethod
     def toss(cls, query_ids: Iterable[str]) -> Coins:
-        """Toss a fair coin for each, from the operating system."""
+        """Toss a fair coin for each query, from the operating system."""
         heads = {query: bool(secrets.randbits(1)) for query in query_ids}
         if len(set(heads.values())) < 2:
             raise DataError(f"{len(heads)} queries are too few to hold some of them out by coins.")
@@ -42,7 +42,7 @@ class Coins:
         return frozenset(query for query, head in self.heads.items() if head)
 
     def write(self, folder: Path) -> Path:
-        """Write ``membership_coins.json``, readable by its owner alone; raise `StorageError` on failure."""
+        """Write ``membership_coins.json``, readable only by its owner; raise `StorageError` on failure."""
         return write_whole(
             folder / COINS_NAME, json.dumps({"schema": SCHEMA, "heads": dict(self.heads)}) + "\n", owner_only=True
         )

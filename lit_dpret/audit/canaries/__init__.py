@@ -1,7 +1,7 @@
 """Canaries: secrets planted in the training data of a run, to measure their leakage.
 
-`CanarySuite` makes them, `plant` puts them into a DataModule as private units of their own, and
-`lit_dpret.audit.statistics` says what their ranks and scores prove. ``docs/canaries.md`` tells which to choose.
+`CanarySuite` makes them, `plant` adds them to a DataModule as separate private units, and `lit_dpret.audit.statistics`
+evaluates their ranks and scores. ``docs/canaries.md`` explains which to choose.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""How far a planted secret stands out from secrets that were not planted.
+"""Measure how far a planted secret stands out from secrets that were not planted.
 
 Carlini et al. 2019, "The Secret Sharer", arXiv 1802.08232: the exposure of a secret is the logarithm of how much
-faster it is guessed with the model than without. Perplexities here are in any unit; a lower one is a likelier text.
+faster it is guessed with the model than without. Perplexities may be in any unit; lower means a likelier text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def rank(secret: float, references: ArrayLike) -> int:
     >>> rank(3.5, [1, 2, 3, 4]), rank(1, [1, 2, 3, 4])
     (4, 2)
 
-    ``secret`` is a perplexity, ``references`` those of secrets that could have been planted as well,
+    ``secret`` is a perplexity, ``references`` those of secrets that could have been planted instead,
     ``(references,)``.
     """
     values = _references(references)
@@ -33,8 +33,8 @@ def rank(secret: float, references: ArrayLike) -> int:
 def exposure_of_rank(rank: float, candidates: int) -> float:
     """Return log2(candidates / rank) bits, from 0 to log2(candidates) if the secret is a candidate.
 
-    At random it is not 0 but log2(e) = 1.44 on average for many candidates, and 1.396 for 100. TensorFlow Privacy
-    takes the number of references, without the secret, for ``candidates``.
+    A random guess does not average 0 but log2(e) = 1.44 for many candidates, and 1.396 for 100. TensorFlow Privacy
+    uses the number of references, without the secret, as ``candidates``.
     """
     check_count("candidates", candidates, least=1)
     if not rank >= 1:
@@ -45,10 +45,9 @@ def exposure_of_rank(rank: float, candidates: int) -> float:
 def extrapolated_exposure(secret: float, references: ArrayLike) -> float:
     """Return -log2 of the distribution function of a skew-normal, fitted to the references, at the secret.
 
-    Not bounded by their number, and no better than the fit: far out it states what the references never showed, and
-    where the fitted curve has no mass that floats can tell it is infinite.
-    The paper (section 4.3) finds that perplexities follow it; a Kolmogorov-Smirnov test on your own tells whether
-    they do.
+    It is not bounded by the number of references, and no better than the fit: far out it states what the references
+    never showed, and it is infinite where the fitted curve has no mass that floats resolve. The paper (section 4.3)
+    finds that perplexities follow this distribution; check yours with a Kolmogorov-Smirnov test.
     """
     values = _references(references)
     if np.ptp(values) == 0:
@@ -71,7 +70,7 @@ def _log_cdf(x: float, shape: float, location: float, scale: float) -> float:
     direct = float(skewnorm.cdf(x, shape, location, scale))
     if direct > 1e-8:
         return math.log(direct)
-    # SciPy's tail has an absolute error; here the density is integrated relative to its value at x.
+    # SciPy's tail has an absolute error, so integrate the density relative to its value at x.
     at = float(skewnorm.logpdf(x, shape, location, scale))
 
     def relative(step: float) -> float:

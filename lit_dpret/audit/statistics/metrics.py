@@ -1,6 +1,6 @@
 """Metrics of an attack: AUC, true positive rates at low false positive rates, accuracy, with intervals.
 
-None of them is a bound on epsilon. An AUC near one half can hide an attack that is certain of a few canaries, so
+None of them is a bound on epsilon. An AUC near one half can hide an attack that is certain about a few canaries, so
 never read it alone (Carlini et al. 2022, "Membership Inference Attacks From First Principles").
 """
 
@@ -20,7 +20,7 @@ from lit_dpret.errors import ConfigurationError
 
 
 def auc(scores: CanaryScores) -> float:
-    """Return the probability that a member scores higher than another canary, ties counting half.
+    """Return the probability that a member scores higher than another canary; ties count half.
 
     >>> auc(CanaryScores([0, 4, 6, 7], [1, 2, 3, 5]))
     0.6875
@@ -45,8 +45,8 @@ def tpr_at_fpr(scores: CanaryScores, fpr: float) -> float:
 def accuracy_at_least(counts: Counts, *, confidence: float = 0.95) -> float:
     """Return an exact lower bound on the balanced accuracy of one threshold chosen beforehand.
 
-    Hold it against ``membership_accuracy`` of `lit_dpret.privacy.accounting.ceilings`: above that ceiling no attack can
-    be, so that the claim, or the code, is wrong. Assumes independent scores, as
+    Compare it with ``membership_accuracy`` of `lit_dpret.privacy.accounting.ceilings`: no attack can exceed that
+    ceiling, so a higher bound means that the claim, or the code, is wrong. Scores are assumed independent, as in
     `lit_dpret.audit.statistics.error_rates`.
     """
     return 1 - sum(error_rates_at_most(counts, check_confidence(confidence))) / 2
@@ -70,11 +70,11 @@ def bootstrap(
     resamples: int = 1000,
     seed: int = 0,
 ) -> dict[str, Interval]:
-    """Return the percentile interval of each statistic, with members and others each redrawn with replacement.
+    """Return the percentile interval of each statistic, redrawing members and others separately with replacement.
 
-    All statistics are computed from the same draws. A perfect attack has an interval of no width whatever the number of
+    All statistics are computed from the same draws. A perfect attack has an interval of width zero for any number of
     canaries; the exact bounds of `lit_dpret.audit.statistics.error_rates` do not have that weakness. Canaries of one
-    training are not independent of each other, and the interval knows nothing of it.
+    training run are not independent of each other, which the interval ignores.
     """
     tail = check_confidence(confidence) / 2
     check_count("resamples", resamples, least=1)

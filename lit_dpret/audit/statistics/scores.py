@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """The guesses at a threshold, by truth."""
+    """The guesses at a threshold, by whether they are true."""
 
     tp: int
     fn: int
@@ -53,12 +53,12 @@ class CanaryScores:
     """Scores of an attack; higher means "it was trained on".
 
     Raises:
-        DataError: There are none of one kind, they are not in one row, or one is not a number.
+        DataError: One kind has no scores, they are not one-dimensional, or one is not a number.
     """
 
     in_scores: Floats  # of the canaries in the training data, shape ``(members,)``, ascending
-    out_scores: Floats  # of those that were left out, shape ``(others,)``, ascending
-    pooled: Floats  # all of them, ascending, with nothing left that tells which is which
+    out_scores: Floats  # of the canaries that were left out, shape ``(others,)``, ascending
+    pooled: Floats  # all scores, ascending, without marking which is which
 
     def __init__(self, in_scores: ArrayLike, out_scores: ArrayLike) -> None:
         for name, values in (("in_scores", in_scores), ("out_scores", out_scores)):
@@ -71,7 +71,7 @@ class CanaryScores:
 
     @classmethod
     def of(cls, scores: ArrayLike, included: Sequence[bool] | NDArray[np.bool_]) -> CanaryScores:
-        """Build from one score per canary and whether its coin included it in the training data."""
+        """Build from one score per canary, and whether its coin included it in the training data."""
         values, members = _row("scores", scores), np.asarray(included)
         if members.dtype != np.bool_ or members.shape != values.shape:
             raise DataError(f"included must hold a truth value for each of {len(values)} scores, not {members.shape}.")
@@ -86,7 +86,7 @@ class CanaryScores:
     def highest(self, count: int) -> Counts:
         """Count correct guesses if exactly the ``count`` highest scores are guessed as members.
 
-        Where a tie straddles the edge, the guesses are as wrong as the tie allows.
+        Where a tie straddles the edge, the guesses are as wrong as the tie permits.
         """
         edge = self.pooled[-count]
         wrong = min(count, int((self.out_scores >= edge).sum()))
@@ -121,7 +121,7 @@ def roc_hull(scores: CanaryScores) -> tuple[Floats, Ints, Ints]:
 
 
 def _turn(x: Ints, y: Ints, a: int, b: int, c: int) -> int:
-    """Positive where b lies below the line from a to c, 0 on it."""
+    """Return a positive number if b is below the line from a to c, 0 if it is on the line."""
     return int((x[b] - x[a]) * (y[c] - y[a]) - (y[b] - y[a]) * (x[c] - x[a]))
 
 

@@ -1,4 +1,4 @@
-"""Test a private training step: ``assert_private`` for your own module, in your own tests."""
+"""Test a private training step: ``assert_private`` for custom modules, in a user's own tests."""
 
 from lit_dpret.audit.testing.private import PrivacyReport, assert_private
 from lit_dpret.errors import PrivacyViolation

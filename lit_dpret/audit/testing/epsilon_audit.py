@@ -1,7 +1,7 @@
 """A lower bound on epsilon from repeated releases of two neighbouring inputs.
 
 An event of probability p on one input and q on its neighbour has p <= exp(eps) q + delta. Confidence bounds on p and q
-(Clopper and Pearson, 1934) give a lower bound on eps, whatever the mechanism is (Jagielski et al. 2020, section 4).
+(Clopper and Pearson, 1934) give a lower bound on eps, for any mechanism (Jagielski et al. 2020, section 4).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lit_dpret.errors import ConfigurationError, PrivacyViolation
 from lit_dpret.privacy.budget import show_delta
 
 CONFIDENCE = 1 - 1e-4
-#: The share of the trials by which the threshold is chosen; the rest is what is counted.
+#: The share of the trials that choose the threshold; the rest are counted.
 CHOOSING = 0.25
 
-#: Which quantiles of all values together are tried as a threshold.
+#: Quantiles of all values together that are tried as thresholds.
 CANDIDATES = np.concatenate([np.linspace(0.002, 0.04, 8), np.linspace(0.05, 0.95, 37), np.linspace(0.96, 0.998, 8)])
 
 Values = NDArray[np.float64]
@@ -30,8 +30,8 @@ Values = NDArray[np.float64]
 def epsilon_lower_bound(p: Values, q: Values, delta: float) -> float:
     """Return a lower bound on epsilon from a statistic's values on two neighbouring inputs, ``(trials,)``; at least 0.
 
-    The threshold, and which side of it counts, are chosen by the first quarter of the values and applied
-    to the rest, so that the bound holds at the stated confidence.
+    The first quarter of the values chooses the threshold and which side of it counts; the rest are evaluated, so the
+    bound holds at the stated confidence.
     """
     first_p, first_q = p[: int(len(p) * CHOOSING)], q[: int(len(q) * CHOOSING)]
     best, threshold, sign, swapped = -math.inf, 0.0, 1, False
@@ -48,7 +48,7 @@ def epsilon_lower_bound(p: Values, q: Values, delta: float) -> float:
 
 
 def most_that_can_be_shown(trials: int, delta: float) -> float:
-    """Return the bound for a mechanism without noise from ``trials`` releases of each input."""
+    """Return the bound that a mechanism without noise would give from ``trials`` releases of each input."""
     counted = trials - int(trials * CHOOSING)
     return _epsilon(counted, 0, counted, counted, delta)
 
@@ -56,8 +56,8 @@ def most_that_can_be_shown(trials: int, delta: float) -> float:
 def check_epsilon(probe: Probe, unit: int, weight: float, eps: float, delta: float, trials: int) -> float:
     """Repeat the release of ``unit`` alone and of nothing, and compare their distinguishability with the claim.
 
-    The two inputs are neighbours; company changes nothing, which ``check_independence`` has shown. The statistic is the
-    projection of the release on the direction in which the unit moves it. Returns the lower bound on epsilon.
+    The two inputs are neighbours; other units would change nothing, as ``check_independence`` has shown. The statistic
+    is the projection of the release onto the direction in which the unit moves it. Return the lower bound on epsilon.
     """
     can = most_that_can_be_shown(trials, delta)
     if can <= eps:
@@ -90,7 +90,7 @@ def _bound(a: Values, b: Values, threshold: float, delta: float) -> float:
 
 
 def _epsilon(hits_a: int, hits_b: int, size_a: int, size_b: int, delta: float) -> float:
-    """Bound epsilon by event counts on either side; minus infinity where they show nothing."""
+    """Bound epsilon by event counts on either side; minus infinity if they show nothing."""
     alpha = (1 - CONFIDENCE) / 2
     least, most = float(rate_at_least(hits_a, size_a, alpha)), float(rate_at_most(hits_b, size_b, alpha))
     return math.log((least - delta) / most) if least > delta else -math.inf

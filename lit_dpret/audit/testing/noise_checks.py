@@ -1,7 +1,7 @@
 """Check that noise is on every coordinate, once, with the stated deviation, and fresh each time.
 
-Every threshold is a quantile at a level of about one in a thousand million, so an honest mechanism passes
-whatever the seed, and the draws are keyed, so a result repeats.
+Every threshold is a quantile at a level of about one in a thousand million, so an honest mechanism passes with any
+seed. The draws are keyed, so a result repeats.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_noise_of_empty_steps(probe: Probe) -> float:
         if previous is not None:
             for name in noise:
                 steps.add(noise[name], previous[name])
-            for name in made.beside:  # one number among many: its own noise would not show among theirs
+            for name in made.beside:  # one number among many: its noise would not show among theirs
                 besides.add(noise[name], previous[name])
         previous = noise
     for found in (steps, besides):
@@ -94,7 +94,7 @@ class Correlation:
     def check(self, what: str) -> None:
         """Raise ``PrivacyViolation`` if the pairs are correlated; too few pairs are inconclusive."""
         if self.first * self.second == 0:
-            return  # no noise: found elsewhere
+            return  # missing noise is found elsewhere
         correlation = self.products / math.sqrt(self.first * self.second)
         if abs(correlation) > DEVIATIONS / math.sqrt(self.count):
             raise PrivacyViolation(
@@ -141,7 +141,7 @@ def _check_deviation(squares: Noise, draws: int, std: float, where: str = "") ->
 
 
 def _check_keys(probe: Probe) -> None:
-    """Another attempt, or another sum in the same step, must get other noise."""
+    """Check that another attempt, or another sum in the same step, gets other noise."""
     coordinates = sum(p.numel() for p in probe.parameters.values())
     draws = DRAWS if probe.step([]).beside else min(DRAWS, 1 + DRAWS // coordinates)
     pairs: dict[str, Callable[[int], Step]] = {

@@ -1,8 +1,8 @@
-"""Check that a unit moves the sum by at most its bound, and depends on nothing but itself.
+"""Check that a unit moves the sum by at most its bound, and that its contribution depends only on itself.
 
-Two neighbouring batches are run with the same randomness, so that the noise cancels out of their
-difference and what is left is one unit's contribution. To make the bound bite, a unit's loss is
-multiplied by a constant (a row may be anything, so a row with a hundredfold loss is one too).
+Two neighbouring batches are run with the same randomness, so the noise cancels out of their difference and only one
+unit's contribution is left. To reach the bound, a unit's loss is multiplied by a constant (rows are arbitrary, so a row
+with a hundredfold loss is also one).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lit_dpret.audit.testing.probe import Probe, Step, gap
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
 from lit_dpret.evaluation_mode import evaluation_mode
 
-#: What a contribution may differ by between two ways of computing it, in shares of the bound.
+#: The difference allowed between two ways of computing a contribution, as a share of the bound.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 LOW_PRECISION = 3e-2
 LOUD = 200.0
@@ -31,7 +31,7 @@ def tolerance(probe: Probe) -> float:
 def quiet_weights(probe: Probe, units: Sequence[int]) -> dict[int, float]:
     """Return weights with which each unit alone moves the sum by a fifth to four fifths of the bound: unclipped.
 
-    Units whose gradient is zero or stays out of reach are left out.
+    Units whose gradient is zero or stays out of reach are omitted.
     """
     found: dict[int, float] = {}
     for unit in units:
@@ -113,7 +113,7 @@ def check_independence(probe: Probe, quiet: dict[int, float]) -> None:
 
 
 def _moved(probe: Probe, whole: Step, neighbour: Step, times: int, what: str) -> float:
-    """Return how far the sum moved over the bound, seen before noise and again in what the optimizer got."""
+    """Return how far the sum moved over the bound, before noise and again in what the optimizer got."""
     coordinates = sum(p.numel() for p in probe.parameters.values())
     # Adding the same noise to two sums rounds each of them differently.
     epsilon = max(torch.finfo(p.dtype).eps for p in probe.parameters.values())

@@ -22,7 +22,7 @@ class CrossEncoder:
 
     Guarantees:
         - The score of a pair is the model's logit, before any sigmoid, as ``sentence_transformers.CrossEncoder``
-          gives it with the identity for activation.
+          gives it with the identity as activation.
         - It depends on the order, number and lengths of other pairs only through rounding; all are padded on the
           right.
     """

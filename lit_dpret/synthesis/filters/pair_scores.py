@@ -1,6 +1,6 @@
 """Score pairs of a query and a passage by a model, in this process or on the workers of a Ray cluster.
 
-A piece is computed by itself, so that its scores do not depend on who computes it.
+Each piece is computed separately, so its scores do not depend on the process that computes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Piece = tuple[int, Sequence[str], Sequence[str]]
 """The number of a piece, its queries, and as many passages."""
 
 Over = Callable[[Iterable[Piece]], Iterator[tuple[int, np.ndarray]]]
-"""Yield the number of each piece and its scores, in any order."""
+"""Function that yields the number of each piece and its scores, in any order."""
 
 _BATCHES_PER_PIECE = 16
 
@@ -39,7 +39,7 @@ class PairScorer(Protocol):
 def pair_workers(
     load: Callable[[], PairScorer], source: str | Path, *, batch_size: int, workers: int = 0, device: str = "cpu"
 ) -> Iterator[Over]:
-    """Yield what scores pieces of pairs by the model that ``load`` loads from ``source``, here or on ``workers``.
+    """Yield a scorer of pieces of pairs by the model that ``load`` loads from ``source``, here or on ``workers``.
 
     Raises:
         ConfigurationError: This process has no such device, and there are no workers.
@@ -68,8 +68,8 @@ def score_pairs(
     queries: Sequence[str], passages: Sequence[str], over: Over, *, batch_size: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """Return the score of each pair, shape ``(pairs,)``; ``progress`` is called with (pairs done, in all)."""
-    # Long ones first: little padding, and what does not fit into memory fails at once.
+    """Return the score of each pair, shape ``(pairs,)``; ``progress`` is called with (pairs done, in total)."""
+    # Long pairs first: this needs little padding, and running out of memory shows at once.
     order = sorted(range(len(queries)), key=lambda i: -len(queries[i]) - len(passages[i]))
     step, done = batch_size * _BATCHES_PER_PIECE, 0
     parts = {start: order[start : start + step] for start in range(0, len(order), step)}

@@ -1,8 +1,8 @@
 """BLEU of synthetic queries against the original queries of the same passage, by sacrebleu.
 
-The synthetic-query paper (section 6.2; 5.3.1 of its later version) holds each synthetic query against the one
-original query of its passage, and writes the share of 1. Of several original queries all are references (Papineni
-et al., 2002).
+The synthetic-query paper (section 6.2; 5.3.1 of its later version) compares each synthetic query with the one original
+query of its passage, and states BLEU as a share of 1. With several original queries, all are references (Papineni et
+al., 2002).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lit_dpret.synthesis.textsim.words import need
 class Bleu:
     """Corpus BLEU."""
 
-    score: float  # from 0 to 100, as sacrebleu prints it; the papers' tables show a hundredth of it
-    signature: str  # what sacrebleu computed, in its own words; a score without it means nothing (Post, 2018)
+    score: float  # from 0 to 100, as sacrebleu prints it; the papers' tables show a hundredth of that
+    signature: str  # sacrebleu's description of its settings; a score without it is meaningless (Post, 2018)
     precisions: tuple[float, ...]  # of 1- to 4-grams, in percent
-    brevity_penalty: float  # 1 where the synthetic queries are together no shorter than their references
+    brevity_penalty: float  # 1 if the synthetic queries together are no shorter than their references
     scored: int  # synthetic queries with at least one original query of the same passage
     without_reference: int  # synthetic queries whose passage has no original query; not part of the score
 
@@ -33,9 +33,9 @@ class Bleu:
 
 
 def corpus_bleu(synthetic: Sequence[str], references: Sequence[Sequence[str]], *, lower_case: bool = False) -> Bleu:
-    """Return corpus BLEU with sacrebleu's defaults, and all references of each text.
+    """Return corpus BLEU with sacrebleu's defaults and all references of each text.
 
-    Texts without any reference are left out and counted.
+    Texts without any reference are omitted and counted.
     """
     if len(synthetic) != len(references):
         raise DataError(f"{len(synthetic)} texts came with {len(references)} lists of references; give one list each.")

@@ -9,7 +9,7 @@ from statistics import mean, median
 from lit_dpret.synthesis.textsim.words import check_n, check_texts, ngrams, words
 
 LONGEST = 30
-"""Lengths from here on are one column of the histogram."""
+"""Lengths from here on share one column of the histogram."""
 
 QUESTION_TYPES: Mapping[str, tuple[str, ...]] = {
     "what": ("what", "whats"),
@@ -26,7 +26,7 @@ QUESTION_TYPES: Mapping[str, tuple[str, ...]] = {
     "should": ("should", "shouldnt"),
     "have": ("have", "has", "had", "havent", "hasnt"),
 }
-"""Types by first word; a text that begins otherwise is ``other``."""
+"""Types by first word; a text with any other first word is ``other``."""
 
 _TYPE_OF = {word: name for name, all_words in QUESTION_TYPES.items() for word in all_words}
 
@@ -35,8 +35,8 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
     """Return distinct n-grams divided by all n-grams of the texts together; 0 without n-grams.
 
     After Li et al., "A Diversity-Promoting Objective Function" (NAACL 2016), section 5.2, who divide by the number
-    of words; here it is the number of n-grams, so that texts which never repeat anything have 1. The value falls
-    with the number of texts, so compare equally many.
+    of words. Dividing by the number of n-grams gives 1 to texts that never repeat anything. The value falls with the
+    number of texts, so compare equally many.
 
     >>> distinct_n(["a b a", "b a"], 1), distinct_n(["a b a", "b a"], 2)
     (0.4, 0.6666666666666666)
@@ -48,14 +48,14 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
 
 
 def lengths(texts: Sequence[str]) -> dict[str, float]:
-    """Return mean, median and 90th percentile of the number of words."""
+    """Return the mean, median and 90th percentile of the number of words."""
     check_texts(texts, "texts")
     counts = sorted(len(words(text)) for text in texts)
     return {"mean": mean(counts), "median": float(median(counts)), "p90": float(counts[int(0.9 * (len(counts) - 1))])}
 
 
 def length_histogram(texts: Sequence[str]) -> dict[str, float]:
-    """Return share of texts by number of words, from ``0`` to ``30+``."""
+    """Return the share of texts by number of words, from ``0`` to ``30+``."""
     check_texts(texts, "texts")
     counts = Counter(min(len(words(text)), LONGEST) for text in texts)
     return {f"{n}+" if n == LONGEST else str(n): counts[n] / len(texts) for n in range(LONGEST + 1)}
@@ -72,7 +72,7 @@ def question_type(text: str) -> str:
 
 
 def question_types(texts: Sequence[str]) -> dict[str, float]:
-    """Return share of texts by type, every type named."""
+    """Return the share of texts by type, with every type listed."""
     check_texts(texts, "texts")
     counts = Counter(question_type(text) for text in texts)
     return {name: counts[name] / len(texts) for name in (*QUESTION_TYPES, "other")}

@@ -17,14 +17,14 @@ _WORD = re.compile(r"[^\W_]+")
 def words(text: str) -> list[str]:
     """Return the words of a text: NFKC, case-folded, without punctuation; ``what's`` is one word.
 
-    Joined without spaces they are `lit_dpret.assets.overlap.without_punctuation` of the text, so that equal words
-    mean equal normalised texts.
+    Joined without spaces, they are `lit_dpret.assets.overlap.without_punctuation` of the text, so equal words mean
+    equal normalised texts.
     """
     return _WORD.findall(_APOSTROPHES.sub("", unicodedata.normalize("NFKC", text).casefold()))
 
 
 def ngrams(tokens: Sequence[str], n: int) -> Iterator[tuple[str, ...]]:
-    """Yield every run of ``n`` consecutive words; none where there are fewer."""
+    """Yield every run of ``n`` consecutive words; nothing if there are fewer."""
     check_n(n)
     return (tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
 
