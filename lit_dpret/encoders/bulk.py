@@ -1,8 +1,8 @@
 """Encode many texts: sorted by length for little padding, a buffer at a time for little memory.
 
-Within a *window* of 50,000 texts equal ones are joined, and the longest go first: a batch then pads to a length
-that nearly all of it has, and one that does not fit on the device fails at once. Over MS MARCO's lengths 1 % of the
-computation goes into padding; in the order of the corpus it is more than half.
+Within a *window* of 50,000 texts, equal texts are encoded once and the longest go first. Nearly all texts of a batch
+then have its padded length, and a batch that does not fit on the device fails at once. For the lengths in MS MARCO,
+padding takes 1 % of the computation; in corpus order it takes more than half.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from lit_dpret.errors import DataError
 from lit_dpret.evaluation_mode import evaluation_mode
 
 BUFFER = 50_000
-"""Texts that are sorted together."""
+"""The number of texts that are sorted together."""
 
 Progress = Callable[[int, int], None]
 """Called with (texts done, texts in all) after every batch."""
 
 Piece = tuple[int, list[list[bytes]]]
-"""The place of some texts among the distinct ones of a `Window`, and their token ids in batches."""
+"""The index of a piece's first text among the distinct ones of a `Window`, and their token ids in batches."""
 
 Embedded = tuple[int, Tensor]
-"""The place of a piece, and its embeddings, ``(texts, dim)``."""
+"""The index of a piece's first text, and the piece's embeddings, ``(texts, dim)``."""
 
 Over = Callable[[Iterable[Piece]], Iterator[Embedded]]
-"""Embed pieces, each by `embed_piece`, here or elsewhere, in any order."""
+"""A function that embeds pieces, each by `embed_piece`, in this process or elsewhere, in any order."""
 
 BATCHES_PER_PIECE = 16
 
@@ -45,7 +45,7 @@ _TOKENISED_AT_ONCE = 1024
 
 
 class OneSide:
-    """A `TextEncoder` for bulk encoding of one side; inside ``with`` it is on ``device``, then back where it was."""
+    """Bulk encoding of one side by a `TextEncoder`, which is on ``device`` inside ``with`` and is moved back after."""
 
     def __init__(self, encoder: Any, side: Side, device: torch.device | str | None, *, apart: bool = False) -> None:
         self.apart = apart
@@ -85,13 +85,13 @@ def _on(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
 
 
 def in_order(texts: Mapping[str, str]) -> Sequence[str]:
-    """Return the texts of a mapping as a sequence, which a mapping on disk may read in parts."""
+    """Return the texts of a mapping as a sequence; a mapping on disk may read it in parts."""
     values = texts.values()
     return values if isinstance(values, Sequence) else list(values)
 
 
 class Window:
-    """Texts in the order of computation: the longest first, and duplicates once.
+    """Texts in the order of computation: the longest first, without duplicates.
 
     The batches are a function of the set of texts, not of their order.
     """
@@ -101,7 +101,7 @@ class Window:
         rows: list[bytes] = []
         for start in range(0, len(texts), _TOKENISED_AT_ONCE):
             found = encoding.token_ids(texts[start : start + _TOKENISED_AT_ONCE])
-            rows += [np.array(row, dtype=">u4").tobytes() for row in found]  # big-endian: sorts as the numbers do
+            rows += [np.array(row, dtype=">u4").tobytes() for row in found]  # big-endian bytes sort like the numbers
         self._unique = sorted(set(rows), key=lambda row: (-len(row), row))
         position = {row: place for place, row in enumerate(self._unique)}
         self.places = torch.tensor([position[row] for row in rows], dtype=torch.long)
@@ -111,14 +111,14 @@ class Window:
         return len(self._unique)
 
     def piece(self, start: int, batch_size: int) -> Piece:
-        """Return the `BATCHES_PER_PIECE` batches from ``start``, a multiple of ``batch_size``."""
+        """Return up to `BATCHES_PER_PIECE` batches from ``start``, a multiple of ``batch_size``."""
         stop = min(start + batch_size * BATCHES_PER_PIECE, len(self))
         return start, [self._unique[at : min(at + batch_size, stop)] for at in range(start, stop, batch_size)]
 
     def embed(self, start: int, stop: int, batch_size: int, done: Callable[[int], None] | None = None) -> Tensor:
         """Return embeddings of the distinct texts from ``start``, a multiple of ``batch_size``, up to ``stop``.
 
-        ``done`` is called with the number of different texts done, after every batch.
+        After every batch, ``done`` is called with the number of distinct texts done.
         """
         parts: list[Tensor] = []
         for first in range(start, min(stop, len(self)), batch_size):
@@ -134,7 +134,7 @@ def _ids_of(batch: Sequence[bytes]) -> list[Any]:
 
 
 def embed_piece(encoding: OneSide, dtype: torch.dtype, piece: Piece) -> Embedded:
-    """Return the number of a piece, and the embeddings of its batches of token ids."""
+    """Return the index of a piece, and the embeddings of its batches of token ids."""
     start, batches = piece
     found = torch.cat([encoding.embed(_ids_of(batch)) for batch in batches])
     if broken := int((~found.isfinite()).any(dim=1).sum()):
@@ -157,7 +157,7 @@ def encode_windows(
 ) -> Iterator[Tensor]:
     """Yield the embeddings of a stream of texts, ``buffer_size`` rows at a time, in the order of the texts.
 
-    ``over`` embeds the pieces of each buffer in place of this process.
+    If given, ``over`` embeds the pieces of each buffer instead of this process.
     """
     source, before = iter(texts), 0
     with encoding if over is None else nullcontext():
@@ -184,7 +184,7 @@ def encode_windows(
 def ahead(items: Iterable[T]) -> Iterator[T]:
     """Yield the same items, each computed in another thread while the previous one is in use.
 
-    An error is raised where the item would have come. Abandoning the iterator ends the thread after its item.
+    An error is raised in place of its item. If the iterator is abandoned, the thread ends after its current item.
     """
     source, end = iter(items), object()
     with ThreadPoolExecutor(1, "encoding ahead") as thread:
@@ -194,21 +194,21 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
             yield cast(T, item)
 
 
-#: Places for texts in a batch; beside them stands one short row, so that no batch is without padding (transformers
-#: takes another way through attention where it sees none).
+#: The number of rows for texts in a batch. One short row is added, so that no batch is without padding (transformers
+#: computes attention differently without any).
 LANES = 7
-#: A text is padded to the next multiple of so many tokens, or to all there are.
+#: A text is padded to the next multiple of this many tokens, or to the full length.
 _STEP = 16
 
 
 def embed_apart(embed: Callable[[dict[str, Tensor]], Tensor], features: Mapping[str, Tensor], filler: int) -> Tensor:
-    """Return embeddings, ``(rows, dim)``, none of which another text changes by a bit; without gradient.
+    """Return embeddings, ``(rows, dim)``, that no other text changes by even a bit; without gradient.
 
-    Products of matrices round in another way for another number of rows, another length or another place. So every
-    batch has one number of rows, and a text alone decides how far its batch is padded and where in it it stands.
+    Matrix products round differently for another number of rows, another length or another position. Every batch
+    therefore has the same number of rows, and a text alone decides its padded length and its position in the batch.
 
-    ``features`` are ``input_ids`` and ``attention_mask``, ``(rows, tokens)``, of a number of tokens that follows
-    from no text (`TextEncoder.at_full_length`); ``filler`` is the id of the padding token.
+    ``features`` are ``input_ids`` and ``attention_mask``, ``(rows, tokens)``, with a number of tokens that depends on
+    no text (`TextEncoder.at_full_length`); ``filler`` is the id of the padding token.
     """
     ids, mask = features["input_ids"], features["attention_mask"]
     keys = [row.tobytes() for row in torch.cat([ids, mask], dim=1).cpu().numpy()]
@@ -221,7 +221,7 @@ def embed_apart(embed: Callable[[dict[str, Tensor]], Tensor], features: Mapping[
             lanes.setdefault(end, [[] for _ in range(LANES)])[zlib.crc32(key) % LANES].append(row)
     made: dict[int, Tensor] = {}
     with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
-        for end in sorted(lanes, reverse=True):  # the longest first, so that what does not fit fails at once
+        for end in sorted(lanes, reverse=True):  # the longest first: a batch that does not fit fails at once
             some, seen = ids[:, :end], mask[:, :end]
             for number in range(max(map(len, lanes[end]))):
                 batch = {"input_ids": some.new_full((LANES + 1, some.shape[1]), filler)}

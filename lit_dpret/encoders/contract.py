@@ -1,7 +1,7 @@
 """The contract of an encoder: what determines an embedding besides weights and vocabulary; and pooling.
 
-In pooling, the mask says which positions hold a token; what stands at the others never reaches the result, not even
-as a NaN. A text without any token becomes the zero vector.
+In pooling, the mask says which positions hold a token. Values at other positions never affect the result, not even a
+NaN. A text without any token becomes the zero vector.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Contract:
 
     pooling: str = "mean"  # ``mean``, ``cls`` or ``max``
     normalise: bool = True  # whether embeddings are scaled to length 1
-    query_max_length: int = 512  # tokens of a query that are read, special tokens among them
-    passage_max_length: int = 512  # the same for a passage
-    query_prefix: str = ""  # put before every query, with its own space at the end
+    query_max_length: int = 512  # maximal number of tokens of a query, special tokens included
+    passage_max_length: int = 512  # maximal number of tokens of a passage
+    query_prefix: str = ""  # put before every query; it includes any space at its end
     passage_prefix: str = ""  # put before every passage
-    lower_case: bool = False  # whether texts are lower-cased first, whatever the tokenizer does by itself
+    lower_case: bool = False  # whether texts are lower-cased first, in addition to what the tokenizer does
 
     def prefix(self, side: Side) -> str:
         """Return the prefix of texts on this side."""
@@ -43,7 +43,7 @@ Pooling = Callable[[Tensor, Tensor], Tensor]
 
 
 def mean(token_embeddings: Tensor, mask: Tensor) -> Tensor:
-    """Return the average over the tokens of each text ``(rows, tokens, dim)``, ``(rows, dim)``; zeros without tokens.
+    """Return the mean over the tokens of each text, ``(rows, tokens, dim)`` to ``(rows, dim)``; zeros without tokens.
 
     Half-precision input is summed in float32 and rounded once, at the end.
     """
@@ -55,7 +55,7 @@ def mean(token_embeddings: Tensor, mask: Tensor) -> Tensor:
 
 
 def cls(token_embeddings: Tensor, mask: Tensor) -> Tensor:
-    """Return the vector of the first token, wherever the padding side puts it; shapes as for `mean`."""
+    """Return the vector of the first token, on whichever side the padding is; shapes as for `mean`."""
     held = mask.bool()
     first = held.to(torch.int32).argmax(dim=1)
     index = first.view(-1, 1, 1).expand(-1, 1, token_embeddings.shape[-1])

@@ -1,8 +1,8 @@
 """Embeddings cached on disk, keyed by a hash of weights, contract, vocabulary and texts, and resumed after a kill.
 
-Each window of texts is cut into groups. A group is written into a file of its own, named by its SHA-256, when it is
-computed. When all are there, the window's rows are put in their place and its SHA-256 into a journal: names and journal
-are believed only where the bytes agree.
+Each window of texts is cut into groups. Once computed, a group is written to a separate file whose name contains its
+SHA-256. When all groups are there, their rows are copied to the window's offset and its SHA-256 is written to a
+journal. Names and journal are trusted only if the bytes match.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _READ = 2**24
 
 
 def content_hash(facts: object, weights: Mapping[str, Tensor], texts: Iterable[str] = ()) -> str:
-    """Return the SHA-256 over plain JSON facts, every weight's name, type, shape and bytes, and texts in order."""
+    """Return the SHA-256 of plain JSON facts, of every weight's name, type, shape and bytes, and of texts in order."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, value in sorted(weights.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
@@ -42,9 +42,9 @@ def content_hash(facts: object, weights: Mapping[str, Tensor], texts: Iterable[s
 
 @dataclass(frozen=True)
 class Rows:
-    """How the rows of a file are computed and stored; its bytes depend on all of it."""
+    """How the rows of a file are computed and stored; its bytes depend on every field."""
 
-    dtype: torch.dtype  # of a number in the file
+    dtype: torch.dtype  # of the numbers in the file
     batch_size: int = 64  # texts per forward pass
     buffer_size: int = BUFFER  # texts sorted together
 
@@ -65,13 +65,13 @@ def encode_to_file(
     Guarantees:
         - ``path`` appears whole or not at all, and has the bytes of a call that was never interrupted (same machine
           and library versions), wherever its pieces were computed.
-        - Rows whose bytes are not those that the journal vouches for are computed again.
+        - Rows whose bytes do not match the journal are computed again.
 
-    What is unfinished lies beside ``path`` as ``.partial``, ``.journal`` and ``.parts``. ``facts`` are what the
-    content depends on besides texts and ``rows``; ``restart`` begins again where something else was begun, instead
-    of refusing. ``over`` does what `embed_piece` does, in any order, in place of this process.
+    Unfinished work is next to ``path`` as ``.partial``, ``.journal`` and ``.parts``. ``facts`` are what the content
+    depends on besides texts and ``rows``. If other content was begun there, ``restart`` discards it instead of
+    refusing. If given, ``over`` does the work of `embed_piece`, in any order, instead of this process.
     """
-    begun = {  # everything that the bytes of the matrix depend on, as its journal keeps it
+    begun = {  # everything that the bytes of the matrix depend on, as kept in its journal
         **facts, "rows": len(texts), "dim": encoding.dim, "dtype": str(rows.dtype).removeprefix("torch."),
         "batch_size": rows.batch_size, "buffer_size": rows.buffer_size,
     }  # fmt: skip
@@ -107,15 +107,15 @@ class WindowGroups:
         return len(self._order)
 
     def rows(self, start: int) -> Tensor:
-        """Return the indices of a group's embeddings among those of the window's texts."""
+        """Return the indices of the window's texts whose embeddings are in a group."""
         return self._order[int(torch.searchsorted(self._sorted_places, start)) : self.end(start)]
 
     def end(self, start: int) -> int:
-        """Return the number of finished texts after this group and those before it."""
+        """Return the number of the window's texts that are finished after this group and those before it."""
         return int(torch.searchsorted(self._sorted_places, start + self._step))
 
     def piece(self, start: int) -> Piece:
-        """Return what `embed_piece` takes to compute a group."""
+        """Return the argument with which `embed_piece` computes a group."""
         return self._window.piece(start, self._size)
 
     def spread(self, start: int, embedded: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class Unfinished:
         """Write the rows of a window, sync them to disk, and record them as complete."""
         data, place = embeddings.view(torch.uint8).numpy().reshape(-1).data, start * self._width
         while len(data):
-            written = os.pwrite(self._file, data, place)  # less than all where the disk is nearly full
+            written = os.pwrite(self._file, data, place)  # may write only a part if the disk is nearly full
             data, place = data[written:], place + written
         os.fsync(self._file)
         append_fact(self._journal, {"window": start, "sha256": self._sha256(start, len(embeddings))})
@@ -193,7 +193,7 @@ class Unfinished:
 
 
 def mapped(path: Path, rows: int, dim: int, dtype: torch.dtype) -> Tensor | None:
-    """Map the matrix of a file into memory, copy on write; None if it has another shape."""
+    """Map the matrix of a file into memory, copy on write; None if its size does not fit."""
     size = rows * dim * torch.empty(0, dtype=dtype).element_size()
     try:
         if path.stat().st_size != size:
@@ -207,7 +207,7 @@ def mapped(path: Path, rows: int, dim: int, dtype: torch.dtype) -> Tensor | None
 
 @dataclass(frozen=True)
 class Filling:
-    """The computation of a matrix; ``key`` tells it from another one that was begun at ``path``."""
+    """The computation of a matrix; ``key`` distinguishes it from another one that was begun at ``path``."""
 
     path: Path
     made: Rows
@@ -217,11 +217,11 @@ class Filling:
 
     @property
     def parts(self) -> Path:
-        """The folder of groups that are computed and not in their place."""
+        """The folder of groups that are computed but not yet copied to the matrix."""
         return self.path.with_name(self.path.name + ".parts")
 
     def fill(self, file: Unfinished, encoding: OneSide, texts: Sequence[str], progress: Progress | None) -> None:
-        """Compute what is missing."""
+        """Compute the missing windows."""
         for window_at in range(0, len(texts), self.made.buffer_size):
             part = texts[window_at : window_at + self.made.buffer_size]
             if not file.has_window(window_at, len(part)):
@@ -251,7 +251,7 @@ class Filling:
         self._forget_parts()
 
     def _part(self, groups: WindowGroups, start: int) -> Tensor | None:
-        """Return the embeddings of a group that is on the disk; a torn file is not believed."""
+        """Return the embeddings of a group that is on disk; ignore a torn file."""
         rows = len(groups.rows(start))
         for path in self.parts.glob(f"{self._begins(groups, start)}*.part"):
             data = path.read_bytes()

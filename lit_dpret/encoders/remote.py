@@ -23,17 +23,17 @@ def embedding_workers(
     encoder: str | Path, tower: TextEncoder, side: Side, workers: int, *, device: str | None = None,
     stored: torch.dtype | None = None, **settings: Any,
 ) -> Iterator[Over | None]:  # fmt: skip
-    """Yield what embeds pieces of texts on ``workers`` processes, or None where there are to be none.
+    """Yield a function that embeds pieces of texts on ``workers`` processes, or None without workers.
 
-    Each worker loads ``encoder``, which has to be ``tower`` there as well, and has as many threads as this process.
+    Each worker loads ``encoder``, which must be ``tower`` there too, and uses as many threads as this process.
 
     Args:
         encoder: A folder at the same path for all workers, or a name.
-        tower: What this process loaded from it.
-        side: Of which texts.
-        workers: How many processes.
-        device: Where each of them computes.
-        stored: The type that embeddings are sent in; the encoder's own by default.
+        tower: The encoder that this process loaded from it.
+        side: The side of the texts.
+        workers: The number of processes.
+        device: The device of each worker.
+        stored: The dtype in which embeddings are sent; by default the dtype that the encoder returns.
         settings: ``dtype`` of `load_towers`, and ``max_length`` of `cut`.
     """
     if not workers:

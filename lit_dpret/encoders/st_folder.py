@@ -1,8 +1,8 @@
 """Read and write model folders in the sentence-transformers layout.
 
-Prefixes, lengths, pooling and normalisation are part of a model: the layout says them all, so that a plain
-``SentenceTransformer(folder)`` computes our embeddings. Its class names are the old ones, which every version of
-that library reads. A folder whose one transformer cuts queries and passages at different lengths needs version 6.
+Prefixes, lengths, pooling and normalisation are part of a model. The layout records them all, so that a plain
+``SentenceTransformer(folder)`` computes our embeddings. Class names are the old ones, which every version of that
+library reads. A folder whose single transformer truncates queries and passages at different lengths needs version 6.
 """
 
 from __future__ import annotations
@@ -160,15 +160,14 @@ def save_sentence_transformer(
     """Write a dual encoder as a folder that ``SentenceTransformer(folder)`` loads.
 
     Guarantees:
-        - ``encode_query`` and ``encode_document`` of what that library loads are bit-equal to ours for the same
-          batch (float32), prefixes and cut-offs included.
+        - ``encode_query`` and ``encode_document`` of the model that the library loads are bit-equal to ours for the
+          same batch (float32), prefixes and truncation included.
         - `TextEncoder.from_pretrained` or `load_towers` gives back the same model.
 
-    One tower for both sides becomes a flat folder, which transformers loads as well. Where the sides are computed
-    differently it becomes a Router with two routes and none by default: a text whose side is not said would
-    silently be taken for a passage. A backbone that both sides share is written once, with the length at which
-    either side is cut. ``similarity`` is noted for the reader; by default cosine where embeddings are normalised,
-    else dot.
+    One tower for both sides becomes a flat folder, which transformers can load too. If the sides are computed
+    differently, the folder is a Router with two routes and no default route: a default would silently treat a text
+    without a side as a passage. A backbone that both sides share is written once, with the maximal length of each side.
+    ``similarity`` is a note for readers; by default cosine if embeddings are normalised, else dot.
     """
     passage_encoder = query_encoder if passage_encoder is None else passage_encoder
     query, passage = query_encoder.contract, passage_encoder.contract
@@ -234,10 +233,10 @@ def _write_router(root: Path, sides: Mapping[Side, TextEncoder], *, shared: bool
 
 
 def _write_transformer(folder: Path, sides: Mapping[Side, TextEncoder]) -> None:
-    """Weights, the unused ones among them, and a tokenizer that knows where to cut texts of these sides.
+    """Write weights, including unused ones, and a tokenizer with the maximal lengths of these sides.
 
-    Of two encoders that share a backbone the first to be made holds the unused weights. Where the lengths differ,
-    a reader that does not say the side gets the longer one.
+    If two encoders share a backbone, the first to be built holds the unused weights. If the lengths differ, a reader
+    that does not name a side gets the longer one.
     """
     encoder = next(iter(sides.values()))
     unused = next((side.unused_weights for side in sides.values() if side.unused_weights), {})
@@ -255,7 +254,7 @@ def _write_transformer(folder: Path, sides: Mapping[Side, TextEncoder]) -> None:
 
 
 def _write_head(root: Path, names: list[str], encoder: TextEncoder) -> list[str]:
-    """Return what follows the transformer, into the folders ``names``; the kinds of all modules of the route."""
+    """Write the modules after the transformer into the folders ``names``; return the kinds of the route's modules."""
     pooling, dense = (root / name for name in names)
     width = encoder.backbone.config.hidden_size
     modes = {key: mode == encoder.contract.pooling for mode, key in _POOLING_KEYS.items()}
@@ -287,7 +286,7 @@ def _json(path: Path) -> Any:
         ) from error
 
 
-#: The file that makes a model folder that of a generator; `QueryGenerator` writes it.
+#: The file that marks a model folder as a generator's; `QueryGenerator` writes it.
 GENERATOR_CONTRACT = "lit_dpret_generator.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -335,7 +334,7 @@ def load_towers(encoder: str | Path, *, dtype: str = "float32", revision: str | 
         return loaded
 
     query_encoder = tower(found.query)
-    if replace(found.query, max_length=found.passage.max_length) == found.passage:  # but for lengths and prefixes
+    if replace(found.query, max_length=found.passage.max_length) == found.passage:  # equal but for the length
         return Towers(query_encoder, query_encoder)
     if not one_backbone:
         backbone, tokenizer = load_transformer(found.passage.transformer, _DTYPES[dtype])
@@ -355,7 +354,7 @@ def cut(towers: Towers, *, query_max_length: int | None = None, passage_max_leng
 
 
 def _length(tower: Tower, backbone: Any, tokenizer: Any) -> int:
-    """Return where this tower cuts texts: as its folder says, else as tokenizer or model allow, else 512."""
+    """Return where this tower truncates texts: as its folder says, else as tokenizer or model allow, else 512."""
     own = tokenizer.model_max_length if tokenizer.model_max_length < 1_000_000 else None
     limit = position_limit(backbone)
     length = tower.max_length or own or limit or 512

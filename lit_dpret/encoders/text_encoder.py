@@ -1,7 +1,7 @@
 """`TextEncoder`: a transformer with its tokenizer and contract, from texts to embeddings.
 
-It keeps the three together from loading to saving, because a prefix or a cut-off that lives on a command line is
-lost with the command line. Queries and passages are told apart by the word *side*.
+It keeps the three together from loading to saving, because a prefix or a length that is only on a command line is lost
+with the command line. The word *side* distinguishes queries from passages.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from lit_dpret.encoders.embedding_cache import Rows, content_hash, encode_to_fil
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 
 _BATCH = 64
-_APART_AT_ONCE = 1024  # texts that are given places together in `embed_apart`
+_APART_AT_ONCE = 1024  # texts that `embed_apart` distributes over batches together
 
 
 class TextEncoder(nn.Module):
     """A transformer that maps each text to one vector.
 
     Guarantees:
-        - A text longer than its side's maximal length is cut, whatever the tokenizer's own limit.
+        - A text longer than its side's maximal length is truncated, whatever the tokenizer's own limit.
         - An embedding is a function of its own text; changing one text changes one row. All texts are padded on the
-          right, whatever the tokenizer says: a token's position does not follow from the texts beside its own.
+          right, whatever the tokenizer says, so a token's position does not depend on other texts of the batch.
         - T5 never runs in float16, where it overflows.
 
     Args:
-        backbone: A transformers encoder. The encoder takes it over: a pooler that no embedding uses
+        backbone: A transformers encoder. The encoder takes ownership: a pooler that no embedding uses
             is moved out of it, so that no noise is ever added to weights that have no gradient.
         tokenizer: Its tokenizer; copied.
         contract: Pooling, normalisation, prefixes, lengths.
@@ -63,7 +63,7 @@ class TextEncoder(nn.Module):
         self.tokenizer: Any = copy.deepcopy(tokenizer)
         if self.tokenizer.pad_token_id is None:
             raise UnsupportedModelError(f"{type(tokenizer).__name__} has no padding token, so it cannot batch texts.")
-        self.tokenizer.padding_side = "right"  # also for others who load the saved folder
+        self.tokenizer.padding_side = "right"  # also for other programs that load the saved folder
         if contract.lower_case:
             make_lower_casing(self.tokenizer)
         limit = position_limit(backbone)
@@ -103,11 +103,10 @@ class TextEncoder(nn.Module):
                 weights of the [quickstart] extra, or a model's name on the hub.
             dtype: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
             revision: The revision of a model on the hub.
-            contract: Fields of `Contract`. What is not given, or None, is taken from the folder, where a
-                sentence-transformers folder says it; else it is mean pooling, normalised, without prefixes, cut at the
-                tokenizer's limit.
+            contract: Fields of `Contract`. A field that is missing or None is read from a sentence-transformers
+                folder. By default: mean pooling, normalised, no prefixes, truncated at the tokenizer's limit.
         """
-        from lit_dpret.encoders.st_folder import load_towers  # which builds encoders of this class
+        from lit_dpret.encoders.st_folder import load_towers  # which imports this class
 
         towers = load_towers(encoder, dtype=dtype, revision=revision)
         if towers.query_encoder is not towers.passage_encoder:
@@ -156,22 +155,22 @@ class TextEncoder(nn.Module):
         """Return the embeddings of any number of texts, without gradient and without dropout.
 
         Guarantees:
-            - Row i belongs to text i, and equal texts, which are encoded once, have equal rows.
+            - Row i belongs to text i. Equal texts are encoded once and have equal rows.
             - The rows of up to 50,000 texts do not depend on the order in which texts are given.
-            - The encoder comes back in the mode and on the device it was.
+            - The encoder returns to its previous mode and device.
 
         Args:
             texts: The texts.
             side: Whether they are queries or passages.
-            batch_size: Texts per forward pass, 64 by default; with ``apart`` those that are given places together.
-            device: Where to compute; where the encoder is, by default.
+            batch_size: Texts per forward pass, 64 by default; with ``apart``, texts that are distributed together.
+            device: Where to compute; by default the encoder's device.
             progress: Called after every batch.
             apart: For private texts, none of which may change another one's embedding (`embed_apart`). Slower:
-                otherwise texts of like lengths are joined, and an embedding's last bits depend on the others.
-            cache_dir: Keep the result there, and return what was kept for the same model and texts, found by
-                content. A file that cannot be read is computed again. Embeddings of private texts are private: so
+                otherwise texts of similar length share a batch, and an embedding's last bits depend on the others.
+            cache_dir: Keep the result there, and return an earlier result for the same model and texts, found by
+                content. An unreadable file is computed again. Embeddings of private texts are private, and so
                 is their cache.
-            over: Embeds in place of this process, as `embedding_workers` does; not ``apart``.
+            over: Embeds instead of this process, as `embedding_workers` does; not with ``apart``.
 
         Returns:
             float32 (float64 for a float64 encoder) on the CPU, shape ``(texts, dim)``.
@@ -212,16 +211,16 @@ class TextEncoder(nn.Module):
         return stored
 
     def at_full_length(self, features: Mapping[str, Tensor], side: Side) -> dict[str, Tensor]:
-        """Return tokenised texts padded to the side's maximal length, independent of any text."""
+        """Return tokenised texts padded to the side's maximal length, which depends on no text."""
         short = self.contract.max_length(side) - features["input_ids"].shape[1]
         filler = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 0}
         return {name: F.pad(features[name], (0, short), value=value) for name, value in filler.items()}
 
     def placed(self, features: Mapping[str, Tensor], side: Side, places: Sequence[int], rows: int) -> dict[str, Tensor]:
-        """Return tokenised texts at given places among ``rows`` rows of the side's maximal length.
+        """Return tokenised texts at given positions among ``rows`` rows of the side's maximal length.
 
-        The others have one token, so that attention is defined and a batch with one of them has some padding:
-        transformers takes another way through attention for a batch without, which would then follow from its texts.
+        All other rows have one token, so that attention is defined and the batch has some padding. Without padding,
+        transformers computes attention differently, and that choice would depend on the texts.
         """
         full = self.at_full_length(features, side)
         ids, mask = full["input_ids"], full["attention_mask"]
@@ -244,8 +243,8 @@ class TextEncoder(nn.Module):
     ) -> Iterator[Tensor]:
         """Yield the embeddings of texts that need not be in memory together, ``buffer_size`` rows at a time.
 
-        The rows are those of `encode`; with another buffer they differ by rounding. Where the stream has no length,
-        ``progress`` is called with the texts read so far. ``over`` embeds in place of this process.
+        The rows are those of `encode`; another buffer size changes only rounding. If the stream has no length,
+        ``progress`` is called with the texts read so far as the total. ``over`` embeds instead of this process.
         """
         _require_positive(batch_size=batch_size, buffer_size=buffer_size)
         return encode_windows(
@@ -281,7 +280,7 @@ class TextEncoder(nn.Module):
         return ids
 
     def padded(self, ids: Sequence[Any]) -> dict[str, Tensor]:
-        """Return token ids padded at the end, and the attention mask, as `forward` takes them."""
+        """Return token ids padded at the end, and the attention mask, as inputs of `forward`."""
         longest = max((len(row) for row in ids), default=0) or 1
         input_ids = np.full((len(ids), longest), self.tokenizer.pad_token_id, dtype=np.int64)
         mask = np.zeros((len(ids), longest), dtype=np.int64)

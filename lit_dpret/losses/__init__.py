@@ -1,7 +1,7 @@
 """Losses of a retriever: rank the right passage above the others.
 
-`row_losses` holds losses of embeddings, one value per row. `pairs` holds losses of the table of all
-similarities in a batch, which know what one record can do to their gradient.
+`row_losses` holds losses on embeddings, one value per row. `pairs` holds losses on the table of all
+similarities in a batch, with bounds on how much one record can change their gradient.
 """
 
 from lit_dpret.losses.pairs.base import PairwiseLoss

@@ -1,7 +1,7 @@
 """Losses on embeddings, one value per row: softmax over candidate passages, and margins of a teacher.
 
-They give one value per row, never reduced: what may be clipped, averaged or summed is for the privacy mode to
-decide. Where a row's candidates come from decides what can be promised about one query.
+They return one value per row, never reduced: the privacy mode decides what to clip, average or sum. Where a row's
+candidates come from decides what can be guaranteed for one query.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def false_negatives(
     candidate_ids: Sequence[str],
     positives: Sequence[Collection[str]] | None = None,
 ) -> Tensor:
-    """Return which candidates are right answers, and so must not be pushed away: booleans ``(rows, candidates)``.
+    """Return which candidates are correct answers and must not be pushed away: booleans ``(rows, candidates)``.
 
-    They have the id of the row's own positive (``own_ids``) or of another positive of the same query
-    (``positives``, of its own record only). The row's own column is among them; the losses keep it.
+    These have the id of the row's own positive (``own_ids``) or of another positive of the same query
+    (``positives``, from its own record only). The row's own column is included; the losses keep it.
     """
     number: dict[str, int] = {}
     for name in candidate_ids:
@@ -42,7 +42,7 @@ def false_negatives(
 
 
 class _RowLoss(nn.Module):
-    """Losses of one value per row: a similarity, and a temperature that divides it."""
+    """Losses with one value per row: a similarity, and a temperature that divides it."""
 
     def __init__(self, temperature: float = 0.05, similarity: str = "cosine") -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class _RowLoss(nn.Module):
         self._score = get_similarity(similarity)
 
     def scores(self, query_embeddings: Tensor, passage_embeddings: Tensor) -> Tensor:
-        """Return similarities, at least float32 whatever the embeddings are."""
+        """Return similarities, at least float32 whatever the dtype of the embeddings."""
         wide = torch.promote_types(query_embeddings.dtype, torch.float32)
         with torch.autocast(query_embeddings.device.type, enabled=False):
             return self._score(query_embeddings.to(wide), passage_embeddings.to(wide))
@@ -67,17 +67,17 @@ class _RowLoss(nn.Module):
 class InBatchSoftmaxLoss(_RowLoss):
     """Softmax of each query's own passage against the passages of the whole batch.
 
-    Elsewhere it is called InfoNCE, N-pairs or MultipleNegativesRanking; with ``scale`` for 1 / ``temperature``.
+    It is also called InfoNCE, N-pairs or MultipleNegativesRanking, often with ``scale`` for 1 / ``temperature``.
     ``temperature`` divides the ``similarity``, which is ``cosine`` or ``dot``.
 
-    **The rows are coupled.** Row i holds every passage of the batch in its denominator, so removing one record
-    changes all rows. Per-row clipping of this loss bounds nothing: it is for ``privacy=none``, or under a mode that
+    **The rows are coupled.** Row i has every passage of the batch in its denominator, so removing one record
+    changes all rows. Per-row clipping of this loss bounds nothing. Use it with ``privacy=none``, or under a mode that
     accounts for the coupling (``batch_clip``, ``per_example_duplicated``, ``logit_dp``). For per-query privacy use
     `PublicPoolSoftmaxLoss`.
 
     Guarantees:
-        - Row i equals the cross entropy of its logits over the candidates that are not masked.
-        - Passages after the first ``rows`` are extra (hard) negatives of every row.
+        - Row i equals the cross entropy of its logits over the unmasked candidates.
+        - Passages after the first ``rows`` are additional (hard) negatives of every row.
     """
 
     def forward(
@@ -89,7 +89,7 @@ class InBatchSoftmaxLoss(_RowLoss):
         """Return the loss of every row, ``(rows,)``, of queries ``(rows, dim)`` and passages ``(passages, dim)``.
 
         Passage i is the positive of query i. ``mask``, ``(rows, passages)``, is True for candidates to leave out,
-        as `false_negatives` finds them; a row's own positive is kept whatever it says.
+        as `false_negatives` finds them; a row's own positive is never masked.
         """
         rows, passages = len(query_embeddings), len(passage_embeddings)
         if passages < rows:
@@ -107,16 +107,16 @@ class PublicPoolSoftmaxLoss(_RowLoss):
     """Softmax of each query's positive against a pool of public passages; settings are those of `InBatchSoftmaxLoss`.
 
     Guarantees:
-        - Row i depends on query i, its own positive, its own mask and the pool; on no other row.
-        - Row i equals the cross entropy of its logits over the candidates that are not masked.
-        - No gradient flows into the pool, so that one cotangent per query is all that has to be clipped. A gradient
-          flows into ``positive_embeddings``, row by row.
+        - Row i depends only on query i, its own positive, its own mask and the pool; on no other row.
+        - Row i equals the cross entropy of its logits over the unmasked candidates.
+        - No gradient flows into the pool, so only one cotangent per query has to be clipped. A gradient flows into
+          ``positive_embeddings``, row by row.
 
     Assumption, which the caller must keep: the pool (which passages, and their embeddings) is a function of public
-    data, of coins that do not depend on the records, and of weights that were already released privately. A pool
-    made of the batch's positives, of passages that were clicked, or mined with other records' labels breaks it.
-    Then the sum over queries of clipped gradients has sensitivity ``max_grad_norm`` when one (query, positive)
-    record is zeroed out, added or removed, and twice that when one is replaced.
+    data, of coins that do not depend on the records, and of weights that were already released privately. A pool of
+    the batch's positives, of clicked passages, or mined with other records' labels violates it. Under it, the sum
+    over queries of clipped gradients has sensitivity ``max_grad_norm`` when one (query, positive) record is zeroed
+    out, added or removed, and twice that when one is replaced.
     """
 
     def forward(
@@ -129,11 +129,11 @@ class PublicPoolSoftmaxLoss(_RowLoss):
     ) -> Tensor:
         """Return the loss of every row, ``(rows,)``, of queries ``(rows, dim)`` and a pool ``(pool, dim)``.
 
-        The positive stands either in the pool (``positive_index``, long ``(rows,)``: a pool that is the whole
-        corpus) or beside it (``positive_embeddings``, ``(rows, dim)``: a pool drawn at random); give exactly one.
-        ``mask``, ``(rows, pool)``, is True where the pool holds another positive of the same query (or, beside
-        ``positive_embeddings``, its own). It must come from row i's own record alone. A positive that stands in the
-        pool is kept whatever it says.
+        The positive is either in the pool (``positive_index``, long ``(rows,)``: a pool that is the whole corpus) or
+        given separately (``positive_embeddings``, ``(rows, dim)``: a pool drawn at random); give exactly one.
+        ``mask``, ``(rows, pool)``, is True where the pool holds another positive of the same query (or, with
+        ``positive_embeddings``, its own). It must come from row i's own record alone. A positive in the pool is never
+        masked.
         """
         rows, pool = len(query_embeddings), len(pool_embeddings)
         device = query_embeddings.device
@@ -168,12 +168,12 @@ class PublicPoolSoftmaxLoss(_RowLoss):
 class HardNegativeSoftmaxLoss(_RowLoss):
     """Cross entropy of the row's own passage among its candidates; settings as for `InBatchSoftmaxLoss`.
 
-    What is shared decides what can be promised: with ``own`` alone, or with ``shared`` passages that are public and
-    the same whoever is in the batch, row i is a function of row i. With passages of other rows among ``shared`` the
-    rows are coupled; with nothing as ``own`` it is then `InBatchSoftmaxLoss`.
+    Sharing decides what can be guaranteed. With ``own`` candidates alone, or with ``shared`` passages that are public
+    and independent of the batch, row i is a function of row i. With passages of other rows among ``shared`` the rows
+    are coupled; without ``own`` this is then `InBatchSoftmaxLoss`.
 
     Guarantees:
-        - Row i equals the cross entropy of its logits over the candidates that are not masked.
+        - Row i equals the cross entropy of its logits over the unmasked candidates.
         - Row i depends on no other row's ``own`` candidates.
     """
 
@@ -189,8 +189,8 @@ class HardNegativeSoftmaxLoss(_RowLoss):
     ) -> Tensor:
         """Return the loss of every row, ``(rows,)``, of queries and positives ``(rows, dim)``.
 
-        A row's candidates are ``own`` negatives ``(rows, each, dim)`` and ``shared`` ones ``(passages, dim)``; the
-        masks ``(rows, each)`` and ``(rows, passages)`` are True for those to leave out, such as the row's answers.
+        A row's candidates are ``own`` negatives ``(rows, each, dim)`` and ``shared`` ones ``(passages, dim)``. The
+        masks ``(rows, each)`` and ``(rows, passages)`` are True for candidates to leave out, such as the row's answers.
         """
         rows = len(query_embeddings)
         if positive_embeddings.shape != query_embeddings.shape:
@@ -209,7 +209,7 @@ class HardNegativeSoftmaxLoss(_RowLoss):
         return F.cross_entropy(torch.cat(logits, dim=1), target, reduction="none")
 
     def _of_rows(self, queries: Tensor, passages: Tensor) -> Tensor:
-        """Each query's logits with passages of its own, ``(rows, each)``."""
+        """Return each query's logits with its own passages, ``(rows, each)``."""
         return self.logits(queries.unsqueeze(1), passages).squeeze(1)
 
 
@@ -223,10 +223,10 @@ def _left_out(logits: Tensor, mask: Tensor | None) -> Tensor:
 class MarginMSELoss(_RowLoss):
     """Squared error between a row's margin and that of a teacher (Hofstätter et al., 2020, section 3, equation 4).
 
-    The row's margin is the similarity of its query to its own passage, less that to one of its negatives, over the
-    temperature. The teacher's is a difference of logits of a cross-encoder, of order 10: with the cosine, whose
-    differences are at most 2, a temperature of 0.05 to 0.1 lets the towers reach it. Row i depends on row i alone;
-    a row without any label has the loss 0 and no gradient.
+    The row's margin is the similarity of its query to its own passage minus that to one of its negatives, divided by
+    the temperature. The teacher's margin is a difference of cross-encoder logits, of order 10. Cosine differences are
+    at most 2, so a temperature of 0.05 to 0.1 lets the towers reach it. Row i depends on row i alone; a row without
+    any label has loss 0 and no gradient.
     """
 
     def forward(
@@ -240,7 +240,7 @@ class MarginMSELoss(_RowLoss):
         """Return the loss of every row, ``(rows,)``: the mean over its labelled negatives.
 
         Queries and positives are ``(rows, dim)``, negatives ``(rows, each, dim)``, and the teacher's ``margins``,
-        in logits, ``(rows, each)``. ``mask`` is True for negatives to leave out, those without a label among them.
+        in logits, ``(rows, each)``. ``mask`` is True for negatives to leave out, including those without a label.
         """
         rows, each = len(query_embeddings), negative_embeddings.shape[1] if negative_embeddings.dim() == 3 else -1
         if negative_embeddings.dim() != 3 or len(negative_embeddings) != rows or margins.shape != (rows, each):

@@ -1,8 +1,8 @@
 """Similarity of query and passage, one number per pair.
 
 Every similarity takes the embeddings of all queries and all passages at once and returns the
-whole table of scores, shape ``(queries, passages)``; larger means more alike. They are looked up
-by name, so that the name on the command line, in a saved model and in a loss is the same word.
+whole table of scores, shape ``(queries, passages)``; larger means more similar. Each has one name,
+which the command line, saved models and losses all use.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cosine(query_embeddings: Tensor, passage_embeddings: Tensor) -> Tensor:
     return dot(F.normalize(query_embeddings, dim=-1), F.normalize(passage_embeddings, dim=-1))
 
 
-#: ``(queries, dim)`` and ``(passages, dim)`` to scores of shape ``(queries, passages)``; larger means more alike.
+#: Maps ``(queries, dim)`` and ``(passages, dim)`` to scores ``(queries, passages)``; larger means more similar.
 Similarity = Callable[[Tensor, Tensor], Tensor]
 SIMILARITIES: dict[str, Similarity] = {"dot": dot, "cosine": cosine}
 

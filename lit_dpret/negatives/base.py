@@ -1,7 +1,8 @@
-"""The interface of sources of negatives: their declarations, and the requests to sources that name passages.
+"""The interface of sources of negatives: their declarations, and the methods of sources that name passages.
 
-Does a source make a row's loss depend on another row? Then clipping each row bounds nothing. Does it remember something
-of private rows between steps? Then a step is no longer a function of released weights and the rows that were drawn.
+Two properties matter for privacy. If a source makes a row's loss depend on another row, clipping each row bounds
+nothing. If it remembers private rows between steps, a step is no longer a function of released weights and of the rows
+that were drawn.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ class NegativeSource(ABC):
     """A source of negatives for rows.
 
     Attributes:
-        name: On the command line, ``negatives=NAME``, and in messages.
-        couples_rows: Whether a row's loss depends on other rows of the batch, or of earlier ones.
-        keeps_private_state: Whether something of private rows outlives the step.
-        shared_in_batch: Whether what it finds for one row is a negative of every row; then it couples them.
-        gather: Whether it takes rows of other processes.
+        name: The name on the command line, ``negatives=NAME``, and in messages.
+        couples_rows: Whether a row's loss depends on other rows of this batch or of earlier ones.
+        keeps_private_state: Whether information about private rows outlives the step.
+        shared_in_batch: Whether the passages for one row are negatives of every row, which couples the rows.
+        gather: Whether it uses rows of other processes.
         file: The file that it reads its negatives from, if any.
-        is_declared: Whether what nothing can check, that a row's negatives were made of its own record and of
-            public data alone, is declared where it has to be.
+        is_declared: Whether the required declaration was made that a row's negatives come from its own record and
+            from public data alone, which cannot be checked.
     """
 
     name: ClassVar[str]
@@ -47,7 +48,7 @@ class NegativeSource(ABC):
 
 
 class Towers(Protocol):
-    """The encoders for a source: without gradient and dropout, with the current weights."""
+    """The encoders that a source may use: without gradient and dropout, with the current weights."""
 
     @property
     def device(self) -> torch.device | None:
@@ -55,11 +56,11 @@ class Towers(Protocol):
         ...
 
     def embeddings(self, texts: Sequence[str], side: str, folder: Path | None) -> Tensor:
-        """float32 on the CPU, ``(texts, dim)``, whose dot product ranks; kept in ``folder`` until it is finished."""
+        """Return float32 ``(texts, dim)`` on the CPU, ranked by dot product; ``folder`` keeps unfinished work."""
         ...
 
     def fingerprint(self) -> str:
-        """Return what determines the embeddings, besides the texts."""
+        """Return a fingerprint of everything that determines the embeddings besides the texts."""
         ...
 
 
@@ -67,12 +68,12 @@ class Towers(Protocol):
 class Seat:
     """All information that a source gets about its row, and none about other rows."""
 
-    query: int  # the place of its query among the train queries
-    # The text of its query. Coins are keyed by it and not by an id, which may be the number of a line: without the
-    # record before it, a row would then draw other passages.
+    query: int  # the index of its query among the train queries
+    # The text of its query. It keys the coins instead of an id, which may be a line number: without the preceding
+    # record, a row would then draw other passages.
     text: str = field(repr=False)
-    own: int  # the place of its passage in the public list
-    answers: frozenset[int]  # the text groups of the passages that answer it, inside its own unit of privacy
+    own: int  # the index of its passage in the public list
+    answers: frozenset[int]  # the text groups of the passages that answer it, within its own unit of privacy
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -80,13 +81,13 @@ class PassageSource(NegativeSource):
     """A source that chooses passages of the public list for each row.
 
     Guarantees:
-        - What is named for a row is a function of that row, of the public list, of public coins and of
-          weights: not of the order of the rows, nor of the other rows, nor of where in a file it stands.
-        - No passage that answers the row's query, and none with the text of one, is named.
+        - The choice for a row is a function of that row, of the public list, of public coins and of
+          weights. It does not depend on other rows, their order, or the row's position in a file.
+        - It never contains a passage that answers the row's query, or one with the same text.
     """
 
-    per_query: int = 1  # how many passages a row gets
-    shared_in_batch: bool = False  # each of them is a negative of every row of the batch, as in STAR; couples the rows
+    per_query: int = 1  # the number of passages for each row
+    shared_in_batch: bool = False  # use each as a negative of every row of the batch, as in STAR; couples the rows
     seed: int = 0  # of the coins; public
 
     def __post_init__(self) -> None:
@@ -95,18 +96,18 @@ class PassageSource(NegativeSource):
         require_whole(f"model.negatives.{self.name}", self, 0, "seed")
 
     def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
-        """Prepare for training: mine, or read mined rankings, with the encoders before the first step.
+        """Prepare for training: before the first step, mine with the encoders, or read mined rankings.
 
-        What is kept of ``private`` queries must be marked so.
+        Data kept about ``private`` queries must be marked as private.
         """
         self._texts = texts
 
     @abstractmethod
     def choose(self, seat: Seat, *, step: int, epoch: int) -> list[int]:
-        """Return places of at most ``per_query`` different passages for one row."""
+        """Return the indices of at most ``per_query`` different passages for one row."""
 
     def some_of(self, places: Sequence[int], *key: int | str) -> list[int]:
-        """Draw ``per_query`` of some places uniformly, keyed by ``key``; all if there are no more."""
+        """Draw ``per_query`` of some indices uniformly, keyed by ``key``; return all if there are no more."""
         if len(places) <= self.per_query:
             return [int(place) for place in places]
         drawn = public_coins(self.seed, self.name, *key).choice(len(places), size=self.per_query, replace=False)
@@ -114,7 +115,7 @@ class PassageSource(NegativeSource):
 
 
 def public_coins(seed: int, *key: int | str) -> np.random.Generator:
-    """Return a random generator of ``seed`` and ``key`` alone, which is public: for no private draw and no noise."""
+    """Return a generator that depends only on ``seed`` and ``key``; it is public, so not for private draws or noise."""
     digest = hashlib.blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, int.from_bytes(digest, "big")))))
 
@@ -123,13 +124,13 @@ def uniform_places(
     draw: np.random.Generator, groups: Sequence[int] | Tensor, count: int, *, answers: Collection[int],
     taken: Iterable[int] = (),
 ) -> list[int]:  # fmt: skip
-    """Draw ``count`` different places of the public list uniformly (fewer where there are not so many).
+    """Draw ``count`` different indices of the public list uniformly; fewer if there are too few.
 
-    ``groups`` is the text group of every passage; none of ``answers``, and no place ``taken``, is drawn.
+    ``groups`` is the text group of every passage. Groups in ``answers``, and indices in ``taken``, are never drawn.
     """
     total, out = len(groups), set(taken)
     found: list[int] = []
-    for _ in range(4 * count + 16):  # nearly always the first few draws do
+    for _ in range(4 * count + 16):  # nearly always enough
         if len(found) == count:
             return found
         place = int(draw.integers(total))
@@ -157,8 +158,8 @@ class TrainRow(Protocol):
 class TrainTexts:
     """Public passages in the order of their ids, train queries and judgements; its ``repr`` shows none of them.
 
-    ``judged`` is the grade of each judged passage for each train query. A source may look at the judgements of the
-    row's own query, and at no others.
+    ``judged`` is the grade of each judged passage for each train query. A source may only look at the judgements of
+    the row's own query.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class TrainTexts:
 
     @classmethod
     def of(cls, data: Any) -> Self:
-        """Read public passages, judgements and the queries of a DataModule that some passage answers."""
+        """Read the public passages and judgements of a DataModule, and the queries that some passage answers."""
         if getattr(data, "planted_facts", None) is not None:
             raise ConfigurationError(
                 "model.negatives take negatives for the train queries of the data, and planted canaries are not among "
@@ -192,7 +193,7 @@ class TrainTexts:
         return cls(data.public_passages(), kept, {query: judged[query] for query in kept})
 
     def positives(self, query: int) -> tuple[int, ...]:
-        """Return the places of a query's answers in the public list, if they are in it."""
+        """Return the indices of a query's answers that are in the public list."""
         found = self.judged.get(self.query_ids[query], {})
         return tuple(sorted(self.place[name] for name, grade in found.items() if grade > 0 and name in self.place))
 
@@ -200,8 +201,8 @@ class TrainTexts:
         """Return the numbers by which sources identify the rows of a batch.
 
         Returns:
-            ``query_at``, each query's place, ``(rows,)``, and ``answers_at``, the place of each row's own passage
-            and then of its further positives, ``(rows, most of them)``, filled up with -1.
+            ``query_at``, the index of each query, ``(rows,)``, and ``answers_at``, the index of each row's own passage
+            followed by its other positives, ``(rows, most of them)``, padded with -1.
         """
         for kind, known, names in (
             ("query", self.query_place, [row.query_id for row in rows]),
@@ -221,18 +222,18 @@ class TrainTexts:
         }
 
     def copies(self, groups: Tensor) -> Tensor:
-        """Return the most passages with one of the texts of each row; ``groups`` is ``(rows, some)``."""
+        """Return, for each row, the number of passages that have one of its texts; ``groups`` is ``(rows, some)``."""
         sizes = self._group_sizes[groups.clamp(min=0)]
         return sizes.masked_fill(groups < 0, 0).sum(dim=1)
 
     def group_of(self, places: Tensor) -> Tensor:
-        """Return the text group at each place, -1 for none; shaped like ``places``."""
+        """Return the text group at each index, -1 for none; shaped like ``places``."""
         groups = self.groups.to(places.device)
         return torch.where(places < 0, places, groups[places.clamp(min=0)])
 
 
 def filled_up(rows: Sequence[Sequence[int]], *, least: int = 0) -> Tensor:
-    """Return lists of places as one tensor ``(rows, longest)``, padded with -1.
+    """Return lists of indices as one tensor ``(rows, longest)``, padded with -1.
 
     Example:
         >>> filled_up([[4, 5], [6]]).tolist()
@@ -244,7 +245,7 @@ def filled_up(rows: Sequence[Sequence[int]], *, least: int = 0) -> Tensor:
 
 
 def text_groups(texts: Sequence[str]) -> list[int]:
-    """Number texts, with equal numbers for texts equal up to case and white space."""
+    """Number texts; texts that are equal up to case and white space get equal numbers."""
     number: dict[bytes, int] = {}
     plain = (normalise(text).encode("utf-8", "surrogatepass") for text in texts)
     keys = (hashlib.blake2b(each, digest_size=16).digest() for each in plain)
@@ -258,14 +259,14 @@ class InBatchNegatives(NegativeSource):
     name: ClassVar[str] = "in_batch"
     couples_rows = True
 
-    gather: bool = False  # take those of all processes of ``torch.distributed`` as well
+    gather: bool = False  # also use the passages of all other processes of ``torch.distributed``
 
 
 class PreBatchNegatives(NegativeSource):
     """The passages of the previous ``batches``, with their embeddings from then.
 
-    A queue of embeddings costs nothing to compare with, and is stale by as many steps as it is long (Wang et al.,
-    SimKGC, 2203.02167, section 3.3). It is remembered between steps, so no private mode can take it.
+    A queue of embeddings costs nothing to compare with, but is as many steps stale as it is long (Wang et al.,
+    SimKGC, 2203.02167, section 3.3). It is remembered between steps, so no private mode accepts it.
     """
 
     name: ClassVar[str] = "pre_batch"
@@ -278,7 +279,7 @@ class PreBatchNegatives(NegativeSource):
         self._queue: deque[tuple[Tensor, Tensor]] = deque(maxlen=batches)
 
     def remembered(self) -> tuple[Tensor, Tensor] | None:
-        """Return embeddings and text groups of previous batches; None at first."""
+        """Return embeddings and text groups of previous batches; None before the first batch."""
         if not self._queue:
             return None
         return torch.cat([e for e, _ in self._queue]), torch.cat([g for _, g in self._queue])

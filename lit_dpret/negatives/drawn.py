@@ -27,18 +27,18 @@ class RandomNegatives(PassageSource):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GoldNegatives(PassageSource):
-    """Passages judged not to answer the row's own query: of grade 0 or less in the train qrels, or those of a file.
+    """Passages judged not to answer the row's own query: of grade 0 or less in the train qrels, or from a file.
 
-    A file has one JSON object in a line: GPL's ``{"qid": ..., "pos": [ids], "neg": {"<miner>": [ids]}}``, or that
-    of msmarco-hard-negatives, whose entries are objects ``{"pid": id, ...}``. **Under a private mode it rests on an
-    assumption** that has to be declared: the line of a query was made of that query and of public data alone, and
-    not with a model trained on all queries.
+    A file has one JSON object per line, in GPL's form ``{"qid": ..., "pos": [ids], "neg": {"<miner>": [ids]}}`` or
+    that of msmarco-hard-negatives, whose entries are objects ``{"pid": id, ...}``. **Under a private mode this relies
+    on an assumption** that the user has to declare: the line of a query was made from that query and public data
+    alone, and not with a model trained on all queries.
     """
 
     name: ClassVar[str] = "gold"
 
-    file: str | Path | None = None  # of hard negatives, ``.jsonl`` or ``.jsonl.gz``; null for the qrels
-    lines_are_independent: bool = False  # declares the assumption; nothing can check it
+    file: str | Path | None = None  # with hard negatives, ``.jsonl`` or ``.jsonl.gz``; null uses the qrels
+    lines_are_independent: bool = False  # declares the assumption, which cannot be checked
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +114,7 @@ class LabelledNegative:
         return f"{self.query_id}\t{self.passage_id}\t{self.negative_id}\t{self.margin!r}\n"
 
 
-_LARGEST = 3.4028234663852886e38  # of float32: beyond it one private record would stop the run in its own step
+_LARGEST = 3.4028234663852886e38  # of float32: a larger margin of one private record would stop the run at its step
 
 
 def read_labels(path: str | Path) -> list[LabelledNegative]:
@@ -150,14 +150,14 @@ def read_labels(path: str | Path) -> list[LabelledNegative]:
 class LabelledNegatives(PassageSource):
     """Passages with a cross-encoder's margin to a row's own passage, for `MarginMSELoss`.
 
-    **Under a private mode this rests on an assumption** that has to be declared: the labels of a query were made
-    of that query and of public data alone.
+    **Under a private mode this relies on an assumption** that the user has to declare: the labels of a query were
+    made from that query and public data alone.
     """
 
     name: ClassVar[str] = "labelled"
 
-    file: str | Path  # what ``task=pseudo_labels`` wrote, ``gpl-training-data.tsv``
-    lines_are_independent: bool = False  # declares the assumption; nothing can check it
+    file: str | Path  # the ``gpl-training-data.tsv`` that ``task=pseudo_labels`` wrote
+    lines_are_independent: bool = False  # declares the assumption, which cannot be checked
     shared_in_batch: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -185,6 +185,6 @@ class LabelledNegatives(PassageSource):
         return self.some_of(places, epoch, seat.text, self._texts.passage_ids[seat.own])
 
     def margins(self, seat: Seat, places: Sequence[int]) -> list[float]:
-        """Return the label of each place for a row, in logits; NaN without a label."""
+        """Return the label at each index for a row, in logits; NaN without a label."""
         labelled = self._labels.get((seat.query, seat.own), {})
         return [labelled.get(place, math.nan) for place in places]

@@ -1,8 +1,8 @@
 """Mined negatives: passages that rank high for a query and do not answer it.
 
-What is mined for a query is a function of its text, of public passages and of weights that are public or
-were released, so it couples no rows. Answers are left out by what the row itself says of them: another
-query's judgements are never looked at.
+The passages mined for a query are a function of its text, of public passages and of weights that are public or
+were released, so mining couples no rows. Answers are excluded by the row's own information; another
+query's judgements are never used.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ Refresh = Literal["never", "epoch"]
 class MarginFilter:
     """Bounds on a candidate's score, absolute and relative to the row's own passage.
 
-    The words are those of ``mine_hard_negatives`` of sentence-transformers. ``relative_margin=0.05`` is
+    The names are those of ``mine_hard_negatives`` of sentence-transformers. ``relative_margin=0.05`` is
     TopK-PercPos at 95 % (Moreira et al., NV-Retriever, 2407.15831, section 4): a negative scores at most 95 % of
     the positive.
     """
 
-    absolute_margin: float | None = None  # a negative scores at least so much less than the row's own passage
-    relative_margin: float | None = None  # a negative scores less by at least this share of it
-    max_score: float | None = None  # a negative scores at most so much
-    min_score: float | None = None  # a negative scores at least so much
-    range_min: int = 0  # how many of the best candidates that are not answers are passed over
+    absolute_margin: float | None = None  # a negative scores lower than the row's own passage by at least this
+    relative_margin: float | None = None  # a negative scores lower by at least this share of that passage's score
+    max_score: float | None = None  # the highest score of a negative
+    min_score: float | None = None  # the lowest score of a negative
+    range_min: int = 0  # how many of the best candidates that are not answers are skipped
 
     def __post_init__(self) -> None:
         for name in ("absolute_margin", "relative_margin", "max_score", "min_score", "range_min"):
@@ -94,14 +94,14 @@ class MarginFilter:
 class MinedSource(PassageSource, MarginFilter):
     """A uniform draw from a query's best passages, by (``seed``, epoch), its own record and public data alone.
 
-    Drawing from the best 200 instead of taking the very best keeps passages that are near to every query from being
-    everybody's negative, and those that answer without being marked from being taken each time.
+    Drawing from the best 200 instead of taking the best avoids two problems: passages that are near every query would
+    be negatives everywhere, and answers that are not marked would be taken every time.
     """
 
-    depth: int = 200  # among how many of the best they are drawn
+    depth: int = 200  # the number of best passages to draw from
     # Where rankings are kept for later runs; null keeps none. Those of private queries are as private as the queries.
     cache_dir: str | OutputFolder | None = None
-    shard_size: int = 1024  # queries that are ranked, and written, together
+    shard_size: int = 1024  # the number of queries that are ranked and written together
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,7 +130,7 @@ class MinedSource(PassageSource, MarginFilter):
         return self.some_of(places, number, seat.text)
 
     def _store(self, facts: dict[str, Any], *, private: bool) -> MinedShards | None:
-        """Return where rankings are kept that are made of these facts and of the texts."""
+        """Return the store for rankings that depend on these facts and on the texts."""
         if self.cache_dir is None:
             return None
         texts = self._texts
@@ -147,9 +147,9 @@ class MinedSource(PassageSource, MarginFilter):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BM25Negatives(MinedSource):
-    """Passages that share words with the query: BM25's best, mined once.
+    """Passages that share words with the query: the best by BM25, mined once.
 
-    Scores, which the margins bound, are BM25's, by the settings of `lit_dpret.retrieval.bm25.BM25Settings`.
+    The margins bound BM25 scores, computed with the settings of `lit_dpret.retrieval.bm25.BM25Settings`.
     """
 
     name: ClassVar[str] = "bm25"
@@ -176,14 +176,14 @@ class StaticNegatives(MinedSource):
     """Passages that the model itself ranks high, by cosine: STAR's static hard negatives.
 
     Zhan et al., "Optimizing Dense Retrieval Model Training with Hard Negatives" (2104.08051), section 5.1:
-    with ``per_query=1``, ``depth=200`` and ``shared_in_batch=true`` they are STAR's, trained here with a
-    softmax over all candidates, where the paper takes a pairwise loss. With ``refresh=epoch`` it is ANCE's idea
+    ``per_query=1``, ``depth=200`` and ``shared_in_batch=true`` give STAR's, trained here with a
+    softmax over all candidates where the paper uses a pairwise loss. ``refresh=epoch`` is ANCE's idea
     (Xiong et al., 2007.00808).
     """
 
     name: ClassVar[str] = "static"
 
-    refresh: Refresh = "never"  # mine once, with the weights at the start, or at the start of every ``epoch``
+    refresh: Refresh = "never"  # mine once, with the initial weights, or at the start of every ``epoch``
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -196,7 +196,7 @@ class StaticNegatives(MinedSource):
         self.remine(0)
 
     def remine(self, epoch: int) -> None:
-        """Mine with the current weights, or read what was mined with them."""
+        """Mine with the current weights, or read rankings mined with them."""
         weights = self._towers.fingerprint()
         store = self._store_of(weights)
         self._mined = self._mine(
@@ -219,9 +219,9 @@ class StaticNegatives(MinedSource):
 class DynamicNegatives(MinedSource):
     """Passages that the query tower ranks high in the current step, in a fixed index.
 
-    ADORE (Zhan et al., 2104.08051, section 5.2): passages are encoded once, by a tower that is frozen, and only the
-    query tower learns, each query against what it ranks high now. The paper trains with LambdaRank over the best
-    200; here it is a softmax over the row's passage and its candidates. A row gets ``per_query`` of the best, null
+    ADORE (Zhan et al., 2104.08051, section 5.2): a frozen tower encodes the passages once, and only the query tower
+    learns, each query against the passages it ranks high now. The paper trains with LambdaRank over the best 200;
+    here it is a softmax over the row's passage and its candidates. A row gets ``per_query`` of the best, null
     for all of ``depth``; ``margins`` are the arguments of `MarginFilter`, in cosines.
     """
 
@@ -239,7 +239,7 @@ class DynamicNegatives(MinedSource):
     def nearest(self, query_embeddings: Tensor, answers: int) -> TopK:
         """Return the best of the index for some queries, on the CPU, ``(queries, depth + answers)``.
 
-        At most ``answers`` passages answer one of them, so that ``depth`` others are among the best.
+        At most ``answers`` passages answer each query, so at least ``depth`` of the best do not.
         """
         index = self._ready().to(query_embeddings.device)
         self.index, k = index, min(self.depth + answers, len(index))
@@ -249,7 +249,7 @@ class DynamicNegatives(MinedSource):
         raise ConfigurationError("model.negatives.dynamic is searched with embeddings of queries, at each step.")
 
     def choose_near(self, seat: Seat, query_embedding: Tensor, top: TopK, row: int, *, step: int) -> list[int]:
-        """Return places of passages for one row, from the result of `nearest`."""
+        """Return the indices of passages for one row, from the result of `nearest`."""
         positive = float(query_embedding.double() @ self._ready()[seat.own].double())
         return self.draw(seat, top.indices[row].numpy(), top.scores[row].numpy(), positive, step)
 

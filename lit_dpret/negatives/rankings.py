@@ -23,7 +23,7 @@ from lit_dpret.retrieval.scores import canonical_scores
 from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search, unbroken
 
 Ranker = Callable[[range], tuple[TopK, list[Tensor]]]
-"""Ranks a range of queries; returns their best passages and the scores of the passages that answer each."""
+"""Ranks a range of queries; returns their best passages, and the scores of the passages that answer each."""
 
 
 def mine(
@@ -40,9 +40,9 @@ def mine(
     Guarantees:
         - A query's entry is a function of that query and of the passages: the same for any ``shard_size`` and
           however often the work was interrupted.
-        - Shards that are there are not mined again, and ``rank`` makes nothing ready where none is missing.
-        - Of ``private`` queries only begin and end are told: a share after each shard would tell how many there
-          are.
+        - Existing shards are not mined again, and ``rank`` is not called if none is missing.
+        - For ``private`` queries only begin and end are reported: a share after each shard would reveal how many
+          there are.
     """
     total = len(texts.queries)
     if store is None:
@@ -74,7 +74,7 @@ def mine(
 
 
 def bm25_ranker(texts: TrainTexts, *, depth: int, settings: BM25Settings) -> Ranker:
-    """Return a ranker by words: every passage that shares one with the query."""
+    """Return a ranker by words: it ranks every passage that shares a word with the query."""
     index = BM25(texts.passages, texts.passage_ids, **asdict(settings))
     depth = min(depth, len(texts.passages))
 
@@ -86,7 +86,7 @@ def bm25_ranker(texts: TrainTexts, *, depth: int, settings: BM25Settings) -> Ran
 
 
 def dense_ranker(texts: TrainTexts, towers: Towers, *, depth: int, store: MinedShards | None) -> Ranker:
-    """Return a ranker by the encoders; all queries are encoded at once, so that embeddings do not depend on shards."""
+    """Return a ranker by the encoders; it encodes all queries at once, so that embeddings do not depend on shards."""
     folder = None if store is None else store.folder
     passages = towers.embeddings(texts.passages, "passage", folder)
     queries = towers.embeddings(texts.queries, "query", folder)
@@ -108,7 +108,7 @@ def silenced(queries: Tensor) -> Tensor:
     """Return embeddings of private queries, with unusable ones set to zero.
 
     Such a query gets the first passages of the list, its loss is not finite, and it counts for nothing. An error would
-    tell of it whoever chose the weights.
+    reveal the query to whoever chose the weights.
     """
     return torch.where(unbroken(queries)[:, None], queries, torch.zeros_like(queries))
 
@@ -136,11 +136,11 @@ _WARNING = (
 class Mined:
     """The best passages of consecutive queries, and the scores of their answers."""
 
-    places: NDArray[np.int32]  # the best first, int32, ``(queries, depth)``; -1 where there are no more
-    scores: NDArray[np.float32]  # theirs, float32, of the same shape
-    starts: NDArray[np.int64]  # where each query's answers begin in the two below, ``(queries + 1,)``
-    answer_places: NDArray[np.int32]  # places of the passages that answer, int32
-    answer_scores: NDArray[np.float32]  # their scores, float32
+    places: NDArray[np.int32]  # indices of passages, best first, ``(queries, depth)``; -1 if there are no more
+    scores: NDArray[np.float32]  # their scores, of the same shape
+    starts: NDArray[np.int64]  # where each query's answers begin in the two arrays below, ``(queries + 1,)``
+    answer_places: NDArray[np.int32]  # indices of the passages that answer
+    answer_scores: NDArray[np.float32]  # their scores
 
     def __len__(self) -> int:
         return len(self.places)
@@ -168,9 +168,9 @@ class Mined:
 class MinedShards:
     """The shards of one mining, which ``key`` identifies: a folder with a file for each range of queries.
 
-    A ranking of public passages for a private query says what was asked, so name and permissions of the folder are
-    then private. A file that has its name is whole; one that cannot be read is taken for missing. Files of any
-    sizes together are one mining, so another ``shard_size`` goes on with them.
+    A ranking of public passages for a private query reveals the query, so the folder's name and permissions are then
+    private. A file with its final name is whole; an unreadable one counts as missing. Files of different sizes can form
+    one mining, so a run with another ``shard_size`` continues it.
     """
 
     def __init__(self, cache_dir: Path, *, name: str, key: str, count: int, private: bool) -> None:
@@ -186,7 +186,7 @@ class MinedShards:
             raise StorageError(f"{self.folder} cannot be made: {error.strerror}. Choose another cache_dir.") from error
 
     def missing(self, size: int) -> Iterator[range]:
-        """Return the queries without a shard, in ranges of at most ``size``."""
+        """Yield the queries without a shard, in ranges of at most ``size``."""
         at = 0
         for start, stop in [*((span.start, span.stop) for span, _ in self._shards()), (self._count, self._count)]:
             while at < start:
@@ -207,13 +207,13 @@ class MinedShards:
         return Mined.join([part for _, part in self._shards()])
 
     def tidy(self) -> None:
-        """Remove temporary files of the mining beside the shards: embeddings, as private as the queries."""
+        """Remove temporary files next to the shards: embeddings, which are as private as the queries."""
         for path in self.folder.iterdir():
             if path.suffix not in (".npz", ".txt"):
                 path.unlink(missing_ok=True)
 
     def _shards(self) -> Iterator[tuple[range, Mined]]:
-        """The readable shards in order, none overlapping the one before."""
+        """Yield the readable shards in order, skipping any that overlaps the one before."""
         names = [path.stem.partition("-") for path in self.folder.glob("*.npz")]
         stop = 0
         for first, last in sorted((int(a), int(b)) for a, _, b in names if a.isdigit() and b.isdigit()):
@@ -235,7 +235,7 @@ class MinedShards:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder that its owner alone can read, and those above it that are missing likewise: names are hashes."""
+    """Make a folder, and its missing parents, that only the owner can read: names are hashes."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     for place in reversed(missing):
         place.mkdir(mode=0o700, exist_ok=True)

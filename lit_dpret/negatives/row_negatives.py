@@ -33,7 +33,7 @@ from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.user_generators import kept_generators, seed_generators
 
-_ASKED = 9  # so many rows show whether a source remembers others
+_ASKED = 9  # this many rows show whether a source remembers others
 _COPIED = 1 << 26
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, np.ndarray, np.generic, torch.Tensor)
 
@@ -41,15 +41,17 @@ Sources = Sequence[NegativeSource] | Mapping[str, NegativeSource]
 
 
 class RowNegatives:
-    """The sources of one run under a privacy mode, which refuses those that it cannot take.
+    """The sources of one run under a privacy mode; sources that the mode does not accept are refused.
 
     Guarantees:
-        - A row's own passages (`own_places`) are a function of its own record, of public passages and coins, and of
-          weights: the same whatever else is in the batch.
-        - No passage with the text of one that answers the row's query is its negative.
-        - Every row has equally many: where a source has too few, public passages are drawn by coins.
-        - A pickle or copy has no text of a query, nor what a source made of one when it was prepared.
+        - A row's own passages (``own_at`` of `places`) are a function of its own record, of public passages and coins,
+          and of weights, whatever else is in the batch.
+        - A passage that answers the row's query, or has the text of one that does, is never its negative.
+        - Every row gets equally many: if a source has too few, public passages are drawn by coins.
+        - A pickle or copy contains no query text, and nothing that a source derived from queries when it was prepared.
     """
+
+    #: Trial deep copies of a module share this object instead of copying it.
 
     #: Deep copies that are made of a module to try something on it share this.
     holds_texts = True
@@ -83,7 +85,7 @@ class RowNegatives:
 
     @property
     def only_in_batch(self) -> bool:
-        """Whether these are the plain negatives of the batch and nothing else."""
+        """Whether the only negatives are the plain ones of the batch."""
         return self.in_batch is not None and not self.in_batch.gather and len(self.sources) == 1
 
     @property
@@ -111,7 +113,7 @@ class RowNegatives:
         return {f"model.negatives.{one.name}.file": Path(one.file) for one in self.sources if one.file is not None}
 
     def learn(self, texts: TrainTexts, towers: Towers) -> None:
-        """Mine with the current weights, before the first step; refuse a source of one's own that remembers rows."""
+        """Mine with the current weights, before the first step; refuse a custom source that remembers rows."""
         self.texts = texts
         for source in self.sources:
             if isinstance(source, PassageSource):
@@ -143,7 +145,7 @@ class RowNegatives:
         if static is None or static.refresh != "epoch" or static.mined_in == epoch:
             return
         resumed, self._resumed = self._resumed, None
-        if resumed is not None and resumed[0] == epoch:  # the weights that this epoch began with are gone
+        if resumed is not None and resumed[0] == epoch:  # the weights at the start of this epoch are gone
             if static.recall(*resumed):
                 return
             rank_zero_warn(
@@ -158,13 +160,13 @@ class RowNegatives:
     ) -> dict[str, Tensor]:
         """Return the passages of the public list for the rows of a batch, by their `keys`.
 
-        ``embed`` embeds the queries of these rows without gradient and dropout, ``(rows, dim)``, where a source
-        searches with them.
+        If a source searches with query embeddings, ``embed`` embeds the queries of these rows without gradient and
+        dropout, ``(rows, dim)``.
 
         Returns:
-            ``own_at``, the places of those for each row alone, and ``shared_at``, of those that every row is told
-            from, both ``(rows, as many as the sources say)``, -1 where two sources named the same; and where a
-            source has labels ``own_margins``, those of ``own_at``, NaN where there is none.
+            ``own_at``, the indices of passages for each row alone, and ``shared_at``, those of negatives for every row,
+            both ``(rows, as many as the sources say)`` and -1 where no passage is left; and, if a source has labels,
+            ``own_margins``, the labels of ``own_at``, NaN without one.
         """
         texts = self._known()
         query_at, answers_at = keys["query_at"].cpu(), keys["answers_at"].cpu()
@@ -199,7 +201,7 @@ class RowNegatives:
         return made if self.labelled is None else made | {"own_margins": torch.tensor(margins, device=device)}
 
     def _filled(self, chosen: list[int], source: PassageSource, seat: Seat, step: int, taken: set[int]) -> list[int]:
-        """``per_query`` places: those chosen that no source named before, random ones, and -1 where all are taken."""
+        """Return ``per_query`` indices: those chosen that no source named before, then random ones, then -1."""
         texts = self._known()
         kept = [place for place in chosen if place not in taken]
         taken.update(kept)
@@ -245,10 +247,9 @@ class RowNegatives:
 def refusal(source: NegativeSource, mode: PrivacyMode | type[PrivacyMode]) -> str | None:
     """Return why a mode does not accept a source; None if it does.
 
-    Where each row's gradient is clipped, no source may couple rows. Where a proof holds for the table of
-    similarities of a batch alone, nothing may be added to it. Where the gradient of a whole batch is clipped, any
-    function of the batch will do. No private mode takes a source that remembers private rows from one step to the
-    next.
+    If a mode clips each row's gradient, no source may couple rows. If its proof covers only the similarity table of a
+    batch, nothing may be added to that table. If it clips the gradient of a whole batch, any function of the batch is
+    allowed. No private mode accepts a source that remembers private rows from one step to the next.
     """
     if mode.guarantee != "dp":
         return None
@@ -273,7 +274,7 @@ def refusal(source: NegativeSource, mode: PrivacyMode | type[PrivacyMode]) -> st
 
 
 def check_sources(sources: Sequence[NegativeSource], mode: PrivacyMode) -> None:
-    """Refuse sources that a mode does not accept, in one line."""
+    """Refuse sources that a mode does not accept, with a message of one line."""
     names = [source.name for source in sources]
     if not names:
         raise ConfigurationError(
@@ -309,11 +310,12 @@ def _way_out(source: NegativeSource, mode: PrivacyMode) -> str:
 
 
 def _refuse_memory(source: PassageSource, texts: TrainTexts, mode: str) -> None:
-    """Refuse a source that names other passages for a row where other rows were asked about before.
+    """Refuse a source whose passages for a row change after requests for other rows.
 
-    Copies of it are asked, with equal random numbers of the global generators, about other rows and then about the same
-    one, in the same epoch and in the next. What a source keeps of the row itself, as a cache does, changes nothing.
-    What cannot be copied (a lock, a connection) they share. One that raises, as in a later epoch, is not examined.
+    Copies of it get requests for different other rows and then for the same row, with equal states of the global random
+    generators, in the same epoch and in the next. What a source keeps of the row itself, such as a cache, changes
+    nothing. Copies share what cannot be copied (a lock, a connection). A source that raises, as it may in a later
+    epoch, is not examined.
     """
     seats = [_seat(texts, query) for query in range(len(texts.queries)) if texts.positives(query)][:_ASKED]
     asked, histories = seats[0:1], (seats[1::2], seats[2::2])
@@ -327,7 +329,7 @@ def _refuse_memory(source: PassageSource, texts: TrainTexts, mode: str) -> None:
                     for number, others in enumerate((history, asked)):
                         seed_generators(number)
                         found = [list(copied.choose(seat, step=number, epoch=epoch * number)) for seat in others]
-            except Exception:  # somebody's own code may refuse to be asked beside a training
+            except Exception:  # user code may refuse calls outside training
                 return
             answers.append(found)
         if answers[0] != answers[1]:
@@ -340,10 +342,10 @@ def _refuse_memory(source: PassageSource, texts: TrainTexts, mode: str) -> None:
 
 
 def _copy_of(source: PassageSource, shared: Mapping[int, Any], mode: str) -> PassageSource:
-    """Return a copy that shares some objects, by their ids; refuse a source without one, which nobody can examine."""
+    """Return a copy that shares the given objects, by their ids; refuse a source that cannot be copied."""
     try:
         return copy.deepcopy(source, dict(shared))
-    except Exception as error:  # somebody's own code may refuse in any way
+    except Exception as error:  # user code may raise anything
         raise UnsupportedModelError(
             f"privacy={mode} cannot take model.negatives.{source.name}: {type(source).__name__} cannot be copied, and "
             f"so not examined ({type(error).__name__}: {first_line(error)}). Give it a __deepcopy__ that shares the "
@@ -359,7 +361,7 @@ def _seat(texts: TrainTexts, query: int) -> Seat:
 
 
 def _is_shared(value: Any) -> bool:
-    """Whether copies of a source share an object: an encoder, or what is too large to be copied."""
+    """Return whether copies of a source share an object: an encoder, or one that is too large or cannot be copied."""
     size = getattr(value, "nbytes", 0) if isinstance(value, (np.ndarray, torch.Tensor)) else 0
     if isinstance(value, nn.Module) or size > _COPIED:
         return True

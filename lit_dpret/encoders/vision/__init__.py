@@ -1,6 +1,6 @@
 """Images: augmentations, encoders and k-NN evaluation.
 
-Nothing here knows a privacy mode. What privacy needs of these parts is stated where it is kept: one
+Nothing here knows a privacy mode. The properties that privacy needs are documented where they are guaranteed: one
 image's views, and one image's embedding, depend on no other image of the batch.
 """
 

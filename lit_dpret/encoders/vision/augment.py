@@ -1,8 +1,8 @@
 """Random crops, flips and colours for images, as tensor operations on a whole batch.
 
-The steps and their strengths are those of SimCLR on CIFAR-10 (Chen et al. 2020, appendix B.9, no blur). Ours are: the
-colour steps run in one fixed order (brightness, contrast, saturation, hue), and hue turns the colour plane of YIQ
-instead of the hexagon of HSV, so that saturation and hue are one matrix.
+The steps and their strengths are those of SimCLR on CIFAR-10 (Chen et al. 2020, appendix B.9, no blur), with two
+differences: the colour steps run in one fixed order (brightness, contrast, saturation, hue), and hue rotates the colour
+plane of YIQ instead of the hexagon of HSV, so that saturation and hue are one matrix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 
 _CROP_TRIES = 10
 UNIFORMS = 2 * _CROP_TRIES + 9
-"""How many uniform numbers one augmented image takes."""
+"""The number of uniform numbers that one augmented image uses."""
 
 _GREY = (0.299, 0.587, 0.114)  # ITU-R BT.601
 _YIQ = ((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
@@ -33,20 +33,20 @@ class Augmentation:
     """A random view of each image.
 
     Guarantees:
-        - A view depends on its own image and its own uniform numbers alone: contrast is stretched
-          around the mean of the one image, and nothing is normalised over the batch.
-        - The same numbers give the same view; torch's global random state is neither read nor moved.
+        - A view depends only on its own image and its own uniform numbers: contrast is stretched
+          around the mean of that image, and nothing is normalised over the batch.
+        - The same numbers give the same view; torch's global random state is neither read nor changed.
         - Views have the size of the images, and values between 0 and 1.
     """
 
-    # Share of the image's area that a crop keeps, drawn uniformly between the two.
+    # The range of the share of the image's area that a crop keeps; drawn uniformly.
     crop_scale: tuple[float, float] = (0.08, 1.0)
-    # Width over height of a crop, drawn uniformly in its logarithm. Of ten drawn shapes the first that fits is taken;
-    # where none does, the whole image.
+    # The range of width over height of a crop, drawn uniformly in its logarithm. The first of ten drawn shapes that
+    # fits is used; if none fits, the whole image.
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: float = 0.5  # probability of a left-right flip
     # Strength s of the colour jitter: brightness, contrast and saturation are scaled by a factor between 1 - 0.8 s and
-    # 1 + 0.8 s (never below 0), and hue is turned by up to 0.2 s of the circle.
+    # 1 + 0.8 s (never below 0), and hue is rotated by up to 0.2 s of the circle.
     jitter: float = 0.5
     jitter_probability: float = 0.8  # probability of any colour jitter
     grey: float = 0.2  # probability of dropping all colour
@@ -95,7 +95,7 @@ class Augmentation:
         ratio = torch.exp(ratio_low + (ratio_high - ratio_low) * shapes[:, _CROP_TRIES:])
         wide, high = torch.sqrt(area * ratio) / width, torch.sqrt(area / ratio) / height  # (n, tries), shares
         fits = (wide <= 1) & (high <= 1)
-        first = fits.int().argmax(dim=1, keepdim=True)  # the first of the largest
+        first = fits.int().argmax(dim=1, keepdim=True)  # the first that fits
         any_fits = fits.any(dim=1)
         box_wide = torch.where(any_fits, wide.gather(1, first)[:, 0], 1.0)
         box_high = torch.where(any_fits, high.gather(1, first)[:, 0], 1.0)
@@ -108,7 +108,7 @@ class Augmentation:
         return F.grid_sample(images, grid, padding_mode="border", align_corners=False).clamp(0, 1)
 
     def _recolour(self, images: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
-        """Brightness, contrast, saturation and hue, each of its own strength, one after the other."""
+        """Change brightness, contrast, saturation and hue in turn, each by its own random strength."""
         spread = 0.8 * self.jitter
         brightness, contrast, saturation = ((1 + spread * (2 * u - 1)).clamp(min=0) for u in numbers[:3])
         images = (images * _each(brightness)).clamp_(0, 1)
@@ -122,7 +122,7 @@ class Augmentation:
 
 
 def as_input(images: Tensor) -> Tensor:
-    """Return images as float32 between -1 and 1, by public constants: mean and deviation of the data are private."""
+    """Return images as float32 between -1 and 1, by public constants: the data's mean and deviation are private."""
     return _unit_range(images) * 2 - 1
 
 
@@ -131,12 +131,12 @@ def _unit_range(images: Tensor) -> Tensor:
 
 
 def _each(numbers: Tensor) -> Tensor:
-    """Return one number per image, shaped to stand beside the images: (n, 1, 1, 1)."""
+    """Return one number per image in the shape (n, 1, 1, 1), which broadcasts over the images."""
     return numbers[:, None, None, None]
 
 
 def _grey(images: Tensor) -> Tensor:
-    """Luma, shape (n, 1, height, width); a grey image is its own."""
+    """Return the luma, shape (n, 1, height, width); a grey image is returned unchanged."""
     if images.shape[1] == 1:
         return images
     red, green, blue = images.split(1, dim=1)  # type: ignore[no-untyped-call]
@@ -145,13 +145,13 @@ def _grey(images: Tensor) -> Tensor:
 
 
 def _saturations(factors: Tensor) -> Tensor:
-    """For each factor (shape (n,)) the RGB matrix that scales the distance to grey by it, (n, 3, 3)."""
+    """Return the RGB matrices (n, 3, 3) that scale the distance to grey by each of the ``factors``, shape (n,)."""
     to_grey = torch.tensor(_GREY, device=factors.device).expand(3, 3)
     return torch.lerp(to_grey, torch.eye(3, device=factors.device), factors[:, None, None])
 
 
 def _hue_turns(angle: Tensor) -> Tensor:
-    """For each angle (radians, shape (n,)) the RGB matrix that turns the colour plane of YIQ by it, (n, 3, 3)."""
+    """Return the RGB matrices (n, 3, 3) that rotate the colour plane of YIQ by each ``angle`` (radians, shape (n,))."""
     to_yiq = torch.tensor(_YIQ, device=angle.device)
     one, zero = torch.ones_like(angle), torch.zeros_like(angle)
     cos, sin = torch.cos(angle), torch.sin(angle)
@@ -174,10 +174,10 @@ class DrawnImage(Protocol):
 class AugmentedViews:
     """Turn rows of images into two batches of views: a ``collate_rows`` for modules that compare images.
 
-    Each view takes its random numbers from a key of its own, (``seed``, image id, draw, side), so it depends on
-    that and its own pixels alone. Pairwise clipping rests on that: a pair's similarity gradient must be a function
-    of its two records, the weights and public data (paper 002, Theorem 4.2). The seed is public; the draw's number,
-    which is keyed by the run's secret, keeps steps apart.
+    Each view takes its random numbers from a separate key, (``seed``, image id, draw, side), so it depends only on
+    that key and its own pixels. Pairwise clipping relies on this: a pair's similarity gradient must be a function of
+    its two records, the weights and public data (paper 002, Theorem 4.2). The seed is public; the draw's number,
+    which is keyed by the run's secret, makes steps differ.
     """
 
     def __init__(self, augmentation: Augmentation | None = None, *, seed: int = 0) -> None:

@@ -1,8 +1,8 @@
 """Exact k-NN classification by cosine similarity, to measure the quality of an embedding.
 
 Paper 002 uses k = 3 (section 5.1), and does not say how it breaks ties, which are two thirds of an untrained net's
-votes. scikit-learn gives them to the lowest label; here the nearest of the tied neighbours decides, and the scores of
-the other rule stand beside. Scores that keep private train embeddings are not covered by the encoder's claim.
+votes. scikit-learn gives ties to the lowest label; here the nearest of the tied neighbours decides, and the scores by
+the other rule are reported too. Scores that use private train embeddings are not covered by the encoder's claim.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Ties = Literal["nearest", "lowest"]
 class KnnResult:
     """The result of k-NN on one split."""
 
-    scores: ClassificationScores  # with ties to the label of the nearest neighbour among those tied
-    lowest: ClassificationScores  # with ties to the lowest label, as scikit-learn breaks them
+    scores: ClassificationScores  # with ties to the label of the nearest of the tied neighbours
+    lowest: ClassificationScores  # with ties to the lowest label, as in scikit-learn
     tied: float  # share of the votes that were ties
-    confusion: Tensor  # counts of ``scores``, shape (classes, classes); row: true, column: predicted
+    confusion: Tensor  # counts behind ``scores``, shape (classes, classes); row: true, column: predicted
     k: int
 
 
 def nearest(train: Tensor, queries: Tensor, *, k: int, chunk_size: int = 256) -> Tensor:
     """Return indices of the ``k`` train embeddings of highest cosine similarity, nearest first, ``(queries, k)``.
 
-    Similarities are computed in float64 and compared after rounding to 12 decimals; equal ones are taken in the
-    order of ``train``. An embedding of zero has similarity 0 to all. Memory is chunk_size * n * 8 bytes, a few
-    times over.
+    Similarities are computed in float64 and compared after rounding to 12 decimals; equal ones keep the order of
+    ``train``. A zero embedding has similarity 0 to all. Memory is a few times chunk_size * n * 8 bytes, with n train
+    embeddings.
     """
     if not 1 <= k <= len(train):
         raise ConfigurationError(f"k={k} neighbours cannot be found among {len(train)} train embeddings.")
@@ -51,10 +51,10 @@ def nearest(train: Tensor, queries: Tensor, *, k: int, chunk_size: int = 256) ->
 
 
 def _nearest_of(similarities: Tensor, k: int) -> Tensor:
-    """Indices of the ``k`` highest similarities of each row; equal ones in index order."""
+    """Return the indices of the ``k`` highest similarities of each row; equal ones in index order."""
     similarities = similarities.round(decimals=_DECIMALS)
     indices = similarities.topk(k, dim=1).indices
-    # Which of several equal last neighbours `topk` takes is not defined: those rows are sorted in full.
+    # If several last neighbours are equal, `topk` may return any of them, so those rows are sorted in full.
     last = similarities.gather(1, indices[:, -1:])
     tied = ((similarities >= last).sum(dim=1) > k).nonzero()[:, 0]
     indices[tied] = similarities[tied].sort(dim=1, descending=True, stable=True).indices[:, :k]
@@ -66,7 +66,7 @@ def _nearest_of(similarities: Tensor, k: int) -> Tensor:
 def votes(
     train: Tensor, labels: Tensor, queries: Tensor, *, classes: int, k: int = 3, chunk_size: int = 256
 ) -> tuple[dict[Ties, Tensor], Tensor]:
-    """Return the majority label of each query's ``k`` nearest train embeddings by each rule for ties, and which tie.
+    """Return each query's majority label among its ``k`` nearest train embeddings by each tie rule, and which tie.
 
     Ties go to the ``nearest`` of the tied neighbours, or to the ``lowest`` label as in scikit-learn.
     """
@@ -89,10 +89,10 @@ def evaluate_knn(
     beta: float = 1.0,
     batch_size: int = 512,
 ) -> KnnResult:
-    """Embed both splits and classify the test images by their ``k`` neighbours, under both rules for ties.
+    """Embed both splits and classify the test images by their ``k`` neighbours, under both tie rules.
 
-    ``train`` and ``test`` are images and labels, as ``datamodule.labelled("train")`` gives them. ``net`` is in
-    evaluation mode meanwhile; ``beta`` is that of F-beta.
+    ``train`` and ``test`` are images and labels, as returned by ``datamodule.labelled("train")``. ``net`` runs in
+    evaluation mode; ``beta`` is that of F-beta.
     """
     keys, queries = (embed(net, images, batch_size=batch_size) for images, _ in (train, test))
     predicted, tied = votes(keys, train[1], queries, classes=classes, k=k)
@@ -122,8 +122,8 @@ class ClassificationScores:
     """Scores derived from a classifier's confusion matrix.
 
     A class that was never predicted has precision 0, one that never occurred has recall 0, and
-    F-beta is 0 where both are. Paper 002 reports the best class, by which a model that knows one class looks good;
-    so the mean over classes stands beside it.
+    F-beta is 0 if both are. Paper 002 reports the best class, which flatters a model that knows only one class;
+    the mean over classes is therefore reported too.
     """
 
     accuracy: float
@@ -133,7 +133,7 @@ class ClassificationScores:
     best_recall: float  # of the class where it is highest: the paper's form, like best_precision and best_f_beta
     best_precision: float
     best_f_beta: float
-    # Weight of recall in F-beta. The paper does not state its own; its tables agree with 1.
+    # Weight of recall in F-beta. The paper does not state it; its tables agree with 1.
     beta: float
 
     @classmethod
@@ -165,5 +165,5 @@ class ClassificationScores:
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """``part / whole``, 0 where both are."""
+    """Return ``part / whole``, or 0 where ``whole`` is 0."""
     return torch.where(whole > 0, part / whole.clamp(min=torch.finfo(whole.dtype).tiny), torch.zeros_like(part))

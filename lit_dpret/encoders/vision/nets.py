@@ -1,8 +1,8 @@
 """The two image encoders of paper 002: a small convolutional net, and ResNet18 without batch normalisation.
 
-Both map a batch of images to a batch of embeddings row by row. Batch normalisation would let one
-image's embedding depend on the others, so neither has it (paper 002, section 5); ResNet18 may have
-group normalisation, which looks at one image alone.
+Both map a batch of images to a batch of embeddings row by row. Batch normalisation would make one
+image's embedding depend on the others, so neither has it (paper 002, section 5). ResNet18 can have
+group normalisation, which uses one image alone.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Stem = Literal["cifar", "imagenet"]
 class EmbeddingNet(nn.Module):
     """The paper's generic embedding net: three strided convolutions and one linear layer (appendix B.1).
 
-    Convolutions are 3 x 3 with stride 2 and ReLU, Kaiming-normal weights; the last layer has Xavier-normal weights;
-    biases start at zero. The paper does not state the padding: one pixel on every side here, which takes 32 x 32
-    pixels to 4 x 4 (10,136 parameters). ``channels`` are the output channels of the convolutions; ``in_channels``
-    is 3 for colour, 1 for grey images of ``image_size`` pixels a side.
+    Convolutions are 3 x 3 with stride 2, ReLU and Kaiming-normal weights; the last layer has Xavier-normal weights;
+    biases start at zero. The paper does not state the padding; here it is one pixel on every side, which reduces
+    32 x 32 pixels to 4 x 4 (10,136 parameters). ``channels`` are the output channels of the convolutions;
+    ``in_channels`` is 3 for colour and 1 for grey images; ``image_size`` is their width and height in pixels.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class ResNet18(nn.Module):
 
     Args:
         dim: Width of the embedding.
-        norm: ``none`` leaves normalisation out, as the paper does; ``group`` puts group normalisation
-            where batch normalisation stood.
+        norm: ``none`` omits normalisation, as the paper does; ``group`` replaces batch normalisation
+            by group normalisation.
         groups: Groups of each group normalisation, which must divide 64.
-        stem: ``cifar`` opens with one 3 x 3 convolution and keeps the resolution, as usual for images of
-            32 x 32; ``imagenet`` opens with 7 x 7 at stride 2 and a pooling layer, as in the original.
+        stem: ``cifar`` starts with one 3 x 3 convolution and keeps the resolution, as usual for images of
+            32 x 32; ``imagenet`` starts with 7 x 7 at stride 2 and a pooling layer, as in the original.
         in_channels: 3 for colour, 1 for grey images.
     """
 
@@ -135,7 +135,7 @@ def _norm(norm: Norm, channels: int, groups: int) -> list[nn.Module]:
 
 
 def initialise(net: nn.Module) -> None:
-    """Kaiming-normal convolutions, Xavier-normal linear layers, zero biases (paper 002, appendix B.1)."""
+    """Initialise convolutions Kaiming-normal, linear layers Xavier-normal, biases zero (paper 002, appendix B.1)."""
     for layer in net.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
@@ -146,7 +146,7 @@ def initialise(net: nn.Module) -> None:
 
 
 class UnitLength(nn.Module):
-    """An encoder, (n, ...) to (n, dim), with embeddings of L2 norm 1; one of zero has no direction and stays zero."""
+    """An encoder, (n, ...) to (n, dim), whose embeddings have L2 norm 1; a zero embedding stays zero."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class UnitLength(nn.Module):
 
 @torch.no_grad()
 def embed(net: nn.Module, images: Tensor, *, batch_size: int = 512) -> Tensor:
-    """Return the embeddings of whole images, on the CPU, (n, dim), without augmentation, in evaluation mode."""
+    """Return the embeddings of images, on the CPU, (n, dim), without augmentation, in evaluation mode."""
     device = next((parameter.device for parameter in net.parameters()), torch.device("cpu"))
     with evaluation_mode(net):
         return torch.cat([net(as_input(part.to(device))).cpu() for part in torch.split(images, batch_size)])

@@ -1,7 +1,7 @@
 """Losses on the matrix of similarities, and how far one record can move their gradient.
 
-A batch of n records, record i being (query i, passage i), has the n x n table S_ij = s(query i, passage j); the
-positives are its diagonal. docs/derivations.md has the bounds of each loss and their proofs. In its letters m = n - 1
+In a batch of n records, record i is (query i, passage i). The n x n table is S_ij = s(query i, passage j), with the
+positives on its diagonal. docs/derivations.md has the bounds of each loss and their proofs. In its notation, m = n - 1
 counts the records that stay, and M is the largest score (1 for cosine).
 """
 
@@ -37,18 +37,18 @@ class PairwiseLoss(ABC):
         - `coefficients` is the derivative of the sum of `row_losses`.
         - `sensitivity` bounds the L2 change of ``sum_ij coefficients_ij * gbar_ij`` between neighbouring
           batches of at most ``n_max`` records, for any ``gbar_ij`` of length at most 1 that are
-          functions of the records i and j (and of public data), up to the rounding of floats.
-        - That holds for *every* table: a score outside the range is moved to its nearest end, and one
-          that is NaN or infinite counts as masked, its row's positive included.
+          functions of the records i and j (and of public data), up to floating-point rounding.
+        - This holds for *every* table: a score outside the range is moved to its nearest end, and one
+          that is NaN or infinite counts as masked, even a row's positive.
         - It holds with any mask whose entry ij is a function of the records i and j alone.
 
-    **Masked pairs.** Dropping a candidate from a softmax would break the bound: those that remain would get larger
-    shares than it knows of. So a masked pair keeps its place with a constant score, the least of the range, and its
-    coefficient is 0, which changes no bound.
+    **Masked pairs.** Dropping a candidate from a softmax would break the bound, because the shares of the remaining
+    ones would grow beyond it. A masked pair therefore keeps its entry with a constant score, the lowest of the range,
+    and its coefficient is 0, which changes no bound.
     """
 
-    similarity: Literal["cosine", "dot"] = "cosine"  # ``dot`` of embeddings that are no longer than ``radius``
-    radius: float | None = None  # with ``dot``, the largest length of an embedding; callers scale longer ones to it
+    similarity: Literal["cosine", "dot"] = "cosine"  # ``dot`` is for embeddings that are no longer than ``radius``
+    radius: float | None = None  # with ``dot``, the largest length of an embedding; longer ones are scaled down to it
 
     def __post_init__(self) -> None:
         require_choice("loss.similarity", self.similarity, ("cosine", "dot"))
@@ -85,7 +85,7 @@ class PairwiseLoss(ABC):
     def claim(self) -> LossClaim:
         """Origin of `sensitivity`: ``proved`` here, ``declared`` by the user, or known to be ``refuted``.
 
-        A class from outside this package declares, whatever it inherits: nobody here has proved what it changes.
+        A class from outside this package is ``declared``, whatever it inherits: its changes are not proved here.
         """
         return "proved" if type(self).__module__.startswith(f"{_PROVED_IN}.") else "declared"
 
@@ -95,7 +95,7 @@ class PairwiseLoss(ABC):
         return self.claim != "refuted"
 
     def for_expected_size(self, size: float) -> Self:
-        """Return this loss with an open normaliser set to the expected, public size of a (sub-)batch."""
+        """Return this loss with an unset normaliser set to the expected, public size of a (sub-)batch."""
         if getattr(self, "n0", 0.0) is None:
             return dataclasses.replace(self, n0=size)  # type: ignore[call-arg]
         return self
@@ -104,24 +104,23 @@ class PairwiseLoss(ABC):
         """Return the loss of every row, ``(n,)``, at least float32, not reduced.
 
         ``scores`` ``(n, n)`` are similarities, not divided by a temperature. ``mask`` is True where a passage is
-        known to answer the row's query and so is no negative; entry ij must be a function of the records i and j,
-        and the diagonal is kept whatever it says. The derivative of a score outside the range is that of the end it
-        was moved to.
+        known to answer the row's query and so is no negative. Entry ij must be a function of the records i and j;
+        the diagonal is never masked. A score outside the range has the derivative at the end that it was moved to.
         """
         table, _ = self._table(scores, mask)
         return self._row_losses(table)
 
     def coefficients(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the derivative of the sum of `row_losses` in every score, ``(n, n)``, detached; 0 where masked."""
+        """Return the derivative of the summed `row_losses` in every score, ``(n, n)``, detached; 0 where masked."""
         table, out = self._table(scores.detach(), mask)
         return self._coefficients(table).masked_fill(out, 0.0).detach()
 
     def sensitivity(self, n_max: int, *, relation: Relation) -> float:
         """Return the most that one record can move the gradient, in units of the bound on one pair's gradient.
 
-        Multiply by ``max_logit_grad_norm``. The temperature is in it. It holds for batches of any size up to
-        ``n_max``, which is public. ``relation=add_or_remove`` is one record more or less, or zeroed out;
-        ``replace_one`` another in its place, the size fixed.
+        Multiply it by ``max_logit_grad_norm``; the temperature is included. It holds for batches of any size up to
+        ``n_max``, which is public. ``relation=add_or_remove`` adds, removes or zeroes out one record;
+        ``replace_one`` replaces one, at a fixed size.
         """
         if relation not in get_args(Relation):
             raise ConfigurationError(
@@ -132,7 +131,7 @@ class PairwiseLoss(ABC):
         return self._supremum(n_max, relation)
 
     def _table(self, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Scores within the range, with masked and broken pairs replaced; and which pairs those are."""
+        """Return scores within the range, with masked and broken pairs replaced, and which pairs those are."""
         if scores.dim() != 2 or scores.shape[0] != scores.shape[1] or not scores.is_floating_point():
             raise ConfigurationError(
                 f"scores are {scores.dtype} of shape {tuple(scores.shape)}; a loss over pairs needs one float for "
@@ -145,31 +144,31 @@ class PairwiseLoss(ABC):
             out = out | (checked_mask(mask, rows, rows, scores.device) & ~own)
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         kept = wide.masked_fill(out, self.low if math.isfinite(self.low) else 0.0)
-        # The value of the nearest score in the range, with the derivative of the identity.
+        # The value is that of the nearest score in the range; the derivative is that of the identity.
         return kept.detach().clamp(self.low, self.high) + (kept - kept.detach()), out
 
-    # For subclasses. Tables may carry further axes in front, so that many can be searched at once.
+    # For subclasses. Tables may have further leading axes, so that many can be searched at once.
 
     @abstractmethod
     def _row_losses(self, table: Tensor) -> Tensor:
-        """Losses ``(..., n)`` of tables ``(..., n, n)`` in the range."""
+        """Return the losses ``(..., n)`` of tables ``(..., n, n)`` in the range."""
 
     @abstractmethod
     def _coefficients(self, table: Tensor) -> Tensor:
-        """Derivatives ``(..., n, n)`` of the summed losses of tables in the range; differentiable again."""
+        """Return the derivatives ``(..., n, n)`` of the summed losses of tables in the range; differentiable again."""
 
     @abstractmethod
     def _supremum(self, n: int, relation: Relation) -> float:
-        """Return a bound for batches of at most ``n`` records, the temperature included."""
+        """Return a bound for batches of at most ``n`` records, including the temperature."""
 
 
 def eye_like(table: Tensor) -> Tensor:
-    """Return the identity, of the table's last two axes, type and device."""
+    """Return the identity matrix with the size, dtype and device of the table."""
     return torch.eye(table.shape[-1], dtype=table.dtype, device=table.device)
 
 
 def checked_positive(name: str, value: float, above: float = 0.0) -> None:
-    """Refuse a setting of a loss that is not finite and larger than ``above``."""
+    """Refuse a loss setting that is not finite and larger than ``above``."""
     if not is_number(value) or not math.isfinite(value) or value <= above:
         raise ConfigurationError(f"loss.{name}={value!r} is not a finite number above {above:g}.")
 

@@ -13,7 +13,7 @@ from lit_dpret.errors import ConfigurationError, PrivacyViolation
 from lit_dpret.losses.pairs.base import LossClaim, PairwiseLoss, Relation
 
 Bound = Callable[[int, float, float], float]
-"""``(n, low, high)`` to a bound over all tables of n records with scores in ``[low, high]``."""
+"""Maps ``(n, low, high)`` to a bound over all tables of n records with scores in ``[low, high]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +24,14 @@ class DeclaredPairLoss(PairwiseLoss):
 
     - ``g1(n, low, high)`` bounds the record's own row,      sum_j |c_nj|;
     - ``g2(n, low, high)`` bounds its column in other rows,  sum_{i<n} |c_in|;
-    - ``l(n, low, high)`` bounds how other rows move,        sum_{j<n} |c_ij - c'_ij| for each i < n.
+    - ``l(n, low, high)`` bounds the change of other rows,   sum_{j<n} |c_ij - c'_ij| for each i < n.
 
-    **Each must hold on its own**: they may be attained at different tables, and are in softmax. The sensitivity is
-    g1 + g2 + (n - 1) l (Theorem 4.2), twice that with a replacement: the largest over all sizes up to ``n_max``, so
-    that bounds need not grow with n.
+    **Each bound must hold on its own**: they may be attained at different tables, and for softmax they are. The
+    sensitivity is g1 + g2 + (n - 1) l (Theorem 4.2), or twice that with a replacement. It is the largest over all sizes
+    up to ``n_max``, so bounds need not grow with n.
 
-    The losses need not be functions of one row each. If they are not, c_ij is the derivative of the
-    *sum* of all rows. Records must be treated alike: reordering them reorders the rows and nothing else.
+    The losses need not be functions of one row each; otherwise c_ij is the derivative of the *sum* of all rows.
+    Records must be treated alike: reordering them reorders the rows and changes nothing else.
 
     `check_declared_bounds` searches for tables that refute the declaration; finding none is not proof.
 
@@ -50,9 +50,9 @@ class DeclaredPairLoss(PairwiseLoss):
     """
 
     row_loss: Callable[[Tensor], Tensor]  # from scores ``(n, n)`` to losses ``(n,)``, differentiable by autograd
-    g1: Bound  # on the own row
-    g2: Bound  # on the own column
-    l: Bound  # noqa: E741 (on the movement of another row)
+    g1: Bound  # on the record's own row
+    g2: Bound  # on its own column
+    l: Bound  # noqa: E741 (on the change of another row)
 
     @property
     def claim(self) -> LossClaim:
@@ -98,12 +98,12 @@ class DeclaredPairLoss(PairwiseLoss):
 
 
 Objective = Callable[[Tensor, Tensor | None], Tensor]
-"""Tables ``(restarts, n, n)``, and with a replacement those after it, to what is made large: ``(restarts,)``."""
+"""Maps tables ``(restarts, n, n)``, and those after a replacement, to the value to maximise, ``(restarts,)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorstCase:
-    """The largest movement found by a search."""
+    """The largest change of the gradient found by a search."""
 
     movement: float  # L2 length of G - G', in units of the bound on one pair's gradient
     table: Tensor  # the scores that attain it, shape ``(n, n)``; their last record is added or removed
@@ -114,8 +114,8 @@ def movement_factors(before: Tensor, after: Tensor) -> Tensor:
     """Return the factor of every pair's gradient in G - G', ``(..., n, n)``; the sum of their absolute values bounds
     its norm.
 
-    ``after`` are the coefficients without the last record, or with another in its place: old and new pairs of that
-    record have unrelated gradients then, so their absolute factors are added.
+    ``after`` has the coefficients without the last record, or with another in its place. A replaced record's old and
+    new pairs have unrelated gradients, so the absolute values of their factors are added.
     """
     survivors = before[..., :-1, :-1] - after[..., : before.shape[-1] - 1, : before.shape[-1] - 1]
     own = before if after.shape != before.shape else before.abs() + after.abs()
@@ -134,7 +134,7 @@ def find_worst_case(
 ) -> WorstCase:
     """Search for a batch of n records in which one record moves the gradient most.
 
-    With ``dim`` it searches over embeddings of so many dimensions instead of over free tables: scores that real
+    With ``dim``, search over embeddings of that dimension instead of free tables: these are the scores that real
     encoders can have.
     """
 
@@ -161,17 +161,17 @@ def check_declared_bounds(
 ) -> dict[tuple[Relation, int], float]:
     """Try to refute the sensitivity of a loss, and each bound of a declared one, on tiny batches.
 
-    Passing is evidence and no proof: the search is local and the batches are small. From each of ``restarts``
+    Passing is evidence, not proof: the search is local and the batches are small. From each of ``restarts``
     points, which ``seed`` draws, ``steps`` of gradient ascent look for a table that exceeds a bound by more than
     the relative ``slack``.
 
     Returns:
-        For every relation and size, the largest movement found over the sensitivity declared. Values near 1 say
-        that the bound is tight.
+        For every relation and size, the largest movement found divided by the declared sensitivity. Values near 1
+        show that the bound is tight.
 
     Raises:
         PrivacyViolation: A table exceeds a bound, or shows that the loss does not treat records alike; the message
-            has the table.
+            includes the table.
     """
     if not (sizes and relations):
         raise ConfigurationError(f"sizes={sizes} and relations={relations} leave nothing to check. Name one of each.")
@@ -206,7 +206,7 @@ def _check_order(loss: DeclaredPairLoss, n: int, seed: int) -> None:
 
 
 def _check_constants(loss: DeclaredPairLoss, n: int, *, restarts: int, steps: int, seed: int, slack: float) -> None:
-    """Attack g1, g2 and l one by one."""
+    """Try to refute g1, g2 and l one by one."""
 
     def own_row(table: Tensor, _: Tensor | None) -> Tensor:
         return loss._coefficients(table)[..., -1, :].abs().sum(-1)
@@ -250,7 +250,7 @@ def _shrunk(table: Tensor) -> Tensor:
 
 
 class _Search:
-    """Restarts side by side, over free tables or over the embeddings that make them."""
+    """Parallel restarts of a search, over free tables or over embeddings that produce them."""
 
     def __init__(
         self, loss: PairwiseLoss, n: int, relation: Relation, *, dim: int | None, restarts: int, steps: int, seed: int
@@ -260,7 +260,7 @@ class _Search:
         self.restarts, self.steps, self.seed = restarts, steps, seed
 
     def best(self, objective: Objective) -> tuple[Tensor, Tensor | None]:
-        """Return the tables of the restart that came highest."""
+        """Return the tables of the restart with the highest value."""
         variables = self._start()
         best = [v.detach().clone() for v in variables]
         values = torch.full((self.restarts,), -math.inf, dtype=torch.float64)
@@ -287,7 +287,7 @@ class _Search:
 
     @staticmethod
     def _improves(current: Tensor, values: Tensor) -> Tensor:
-        """Return where ``current`` is higher, written into ``values``; NaN is as high as can be, so it is found."""
+        """Return where ``current`` is higher, and update ``values``; NaN counts as highest, so that it is found."""
         seen = current.detach().nan_to_num(nan=math.inf, posinf=math.inf)
         better = seen > values
         values[better] = seen[better]

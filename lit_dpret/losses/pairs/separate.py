@@ -1,8 +1,8 @@
 """Losses that are a sum of separate terms for every pair, without a softmax that couples a row.
 
-With d the most that a diagonal coefficient can be in absolute value and o the same off the diagonal, one record moves
-the gradient by d + 2 m o, and by twice that if it is replaced (docs/derivations.md). There is no limit for large n and
-a fixed normaliser: choose it near the size of the batch.
+Let d be the largest absolute coefficient on the diagonal, and o the largest off it. One record moves the gradient by
+d + 2 m o, and by twice that if it is replaced (docs/derivations.md). With a fixed normaliser this grows without limit
+in n: choose a normaliser near the size of the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lit_dpret.settings import require_choice
 
 @dataclass(frozen=True, kw_only=True)
 class _SeparateLoss(PairwiseLoss):
-    """What the sums over pairs share."""
+    """The common part of sums over pairs."""
 
     def _supremum(self, n: int, relation: Relation) -> float:
         diagonal, other = self._largest_coefficients()
@@ -45,7 +45,7 @@ class SigmoidPairLoss(_SeparateLoss):
 
     temperature: float  # divides the similarity; positive
     bias: float = 0.0  # added to the scores after division; SigLIP starts at -10. Public
-    negative_weight: float = 1.0  # a, what a row's negatives weigh together against its positive
+    negative_weight: float = 1.0  # a, the total weight of a row's negatives relative to its positive
     n0: float | None = None  # the public normaliser, above 1; null takes the expected size of a sub-batch
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class KernelPairLoss(_SeparateLoss):
     """
 
     temperature: float  # divides the similarity; positive
-    negative_weight: float = 1.0  # k, what a row's negatives can weigh together against its positive
+    negative_weight: float = 1.0  # k, the largest total weight of a row's negatives relative to its positive
     n0: float | None = None  # the public normaliser, above 0; null takes the expected size of a sub-batch
 
     def __post_init__(self) -> None:
@@ -120,8 +120,9 @@ class KernelPairLoss(_SeparateLoss):
 class SpreadoutPairLoss(_SeparateLoss):
     """Push every query away from the other rows' passages: the paper's spreadout regulariser.
 
-    Row i is ``sum_{j != i} S_ij^2 / N``, with N = n0 - 1 fixed and public: the sensitivity is 4 M m / (n0 - 1), with a
-    replacement twice that. Or N is the realised n - 1 of the paper's Definition 2.3: 6 M (4 M for n = 2) and 8 M.
+    Row i is ``sum_{j != i} S_ij^2 / N``. With the fixed, public N = n0 - 1 the sensitivity is 4 M m / (n0 - 1), and
+    twice that with a replacement. With the realised N = n - 1 (the paper's Definition 2.3) it is 6 M (4 M for n = 2),
+    and 8 M with a replacement.
     """
 
     normaliser: Literal["fixed", "realised"] = "fixed"
@@ -156,5 +157,5 @@ class SpreadoutPairLoss(_SeparateLoss):
 
 
 def _logistic(x: float) -> float:
-    """1 / (1 + exp(-x)) without overflow."""
+    """Return 1 / (1 + exp(-x)) without overflow."""
     return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))

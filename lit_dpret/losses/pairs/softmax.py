@@ -1,6 +1,6 @@
 """Softmax losses on the matrix of similarities; docs/derivations.md proves their suprema.
 
-Formulas are written with E = exp(2 M / t), the largest ratio of two exponentials in a row, and computed with 1 / E,
+Formulas use E = exp(2 M / t), the largest ratio of two exponentials in a row. The code computes with 1 / E,
 which underflows to 0 where E would overflow.
 """
 
@@ -28,7 +28,7 @@ from lit_dpret.settings import require_choice
 
 @dataclass(frozen=True, kw_only=True)
 class _TemperedLoss(PairwiseLoss):
-    """What the losses with a temperature share."""
+    """The common part of losses with a temperature."""
 
     temperature: float  # divides the similarity; positive
 
@@ -38,7 +38,7 @@ class _TemperedLoss(PairwiseLoss):
 
     @property
     def _inverse_ratio(self) -> float:
-        """1 / E: the least over the largest exponential of a score."""
+        """1 / E: the smallest exponential of a score over the largest."""
         return math.exp(-2.0 * self.high / self.temperature)
 
 
@@ -48,14 +48,15 @@ class SoftmaxPairLoss(_TemperedLoss):
 
     Row i is ``-log p_ii`` with p_ij = softmax_j(S_ij / t), so c_ij = (p_ij - 1{i=j}) / t.
 
-    One record moves the gradient by 2 (1 - p_min) + 2 m p_max in units of B / t, where a share is at most p_max and at
-    least p_min; replaced, by 4 (1 - p_min) + 2 m p_max. For large n that tends to 2 (1 + E) / t and (4 + 2 E) / t.
+    One record moves the gradient by 2 (1 - p_min) + 2 m p_max in units of B / t, where a share is between p_min and
+    p_max; a replacement moves it by 4 (1 - p_min) + 2 m p_max. For large n these tend to 2 (1 + E) / t and
+    (4 + 2 E) / t.
 
-    The paper's Lemma 4.5 takes one share for both and is too small by 2 (p_max - p_min). ``sensitivity_from=paper``
-    selects it to reproduce their experiments; it is **no guarantee**, and `claim` says ``refuted``.
+    The paper's Lemma 4.5 uses one share for both and is too small by 2 (p_max - p_min). ``sensitivity_from=paper``
+    selects it to reproduce the paper's experiments. It is **not a guarantee**, and `claim` is ``refuted``.
     """
 
-    sensitivity_from: Literal["proof", "paper"] = "proof"  # ``paper`` is Lemma 4.5 as printed (``add_or_remove`` alone)
+    sensitivity_from: Literal["proof", "paper"] = "proof"  # ``paper`` is Lemma 4.5 as printed (only ``add_or_remove``)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,13 +109,13 @@ class SymmetricSoftmaxPairLoss(_TemperedLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class NullMassSoftmaxPairLoss(_TemperedLoss):
-    """Softmax with a constant in the denominator, like ``n0 / k`` more passages with the top score.
+    """Softmax with a constant in the denominator, like ``n0 / k`` additional passages with the top score.
 
     Row i is ``-z_ii + log(sum_j exp z_ij + (n0 / k) exp(M / t))`` with z = S / t and k = ``negative_weight``. Whatever
     the temperature, the sensitivity is at most (2 + k m / n0) / t. A large k gives InfoNCE.
     """
 
-    negative_weight: float = 1.0  # k, how much negatives weigh against the constant; positive
+    negative_weight: float = 1.0  # k, the weight of negatives relative to the constant; positive
     n0: float | None = None  # the constant's public size, above 0; null takes the expected size of a sub-batch
 
     def __post_init__(self) -> None:
@@ -129,7 +130,7 @@ class NullMassSoftmaxPairLoss(_TemperedLoss):
         return checked_normaliser(self.n0, type(self).__name__) / self.negative_weight
 
     def _shifted(self, table: Tensor) -> Tensor:
-        """Logits of the candidates and, in a last column, of the constant; shape ``(..., n, n + 1)``."""
+        """Return the logits of the candidates and, in a last column, of the constant; shape ``(..., n, n + 1)``."""
         logits = (table - self.high) / self.temperature
         null = logits.new_full((*logits.shape[:-1], 1), math.log(self._null_mass))
         return torch.cat([logits, null], dim=-1)
