@@ -1,8 +1,7 @@
 """Three parts of a data set, in a BEIR folder or separate paths: corpus, queries, qrels.
 
-docs/data.md lists their columns, which are the same for JSONL keys, table headers and parquet columns. If a file exists
-in several formats, the first of `_SUFFIXES` is read. `lit_dpret.datamodules.pair_file` reads the other layout, one file
-of pairs.
+docs/data.md lists their columns, the same for JSONL keys, table headers and parquet columns. If a file exists in
+several formats, the first of `_SUFFIXES` is read. `lit_dpret.datamodules.pair_file` reads the other layout.
 """
 
 from __future__ import annotations

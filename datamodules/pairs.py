@@ -42,34 +42,33 @@ class PairsDataModule(SampledDataModule):
 
     Args:
         folder: A BEIR folder: ``corpus.*``, ``queries.*``, ``qrels/{train,dev,test}.*``.
-        corpus: A corpus file. With ``folder`` it replaces the folder's own corpus; with ``pairs`` it is the public list
-            of passages.
+        corpus: A corpus file. With ``folder`` it replaces the folder's own; with ``pairs`` it is the public list of
+            passages.
         queries: A file of queries.
-        qrels: One file per split, ``{train: ..., test: ...}``, or a folder that contains them.
+        qrels: One file per split, ``{train: ..., test: ...}``, or a folder of them.
         pairs: One file with columns ``query`` and ``passage``.
         columns: The names of these columns in ``pairs``: ``{query: question, passage: answer}``.
         repeated_judgements: Which grade to use for a pair that ``qrels`` judge more than once: ``highest``, ``first``
             or ``last``; ``refuse`` lists all such pairs.
         passages_are_public: Declare the list of passages in ``pairs`` public. Without it, `public_passages` refuses to
-            derive a public list from private records. With any other source, the corpus is public by definition.
+            derive a public list from private records. Any other corpus is public by definition.
         lower_case_queries: Lower-case every query.
         duplicates: ``keep`` or ``merge`` equal query texts under different ids; read docs/data.md before changing it.
-        max_rows_per_unit: Keep at most this many rows of a unit, chosen by a hash of query text and passage id.
-        drop_overlap: Leave out train queries that repeat an evaluation query or share a positive passage with one. The
-            evaluation queries then decide which train queries stay and are not protected: refused with units of
-            ``pair`` or ``user`` and with ``add_or_remove``.
+        max_rows_per_unit: Keep at most this many rows of a unit, by hash of query text and passage id.
+        drop_overlap: Leave out train queries that repeat an evaluation query or share a positive passage with one.
+            Evaluation queries then decide which train queries stay and are not protected: refused with units of
+            ``pair`` and ``user`` and with ``add_or_remove``.
         drop_queries_without_passage: Leave out queries without a passage instead of refusing them. Such train queries
-            remain as units without rows, so that neither the number of units nor a sample reveals which ones have a
-            passage.
+            stay as units without rows, so that neither their number nor a sample reveals which ones have a passage.
         allow_empty_passages: Accept passages without any text (some public collections have them).
-        in_memory: Whether to hold the texts of the corpus in memory; ``auto`` holds up to half a gigabyte, and reads a
-            larger corpus from a store on disk (`lit_dpret.datamodules.passage_store`).
+        in_memory: Whether to hold the texts of the corpus; ``auto`` holds up to half a gigabyte, and reads a larger
+            corpus from a store on disk (`lit_dpret.datamodules.passage_store`).
         cache_dir: The folder for such stores; None for ``~/.cache/lit-dpret/passages``.
         max_passages: Train and evaluate on a public sample of this many passages; scores are then not comparable with
-            the full corpus. `lit_dpret.datamodules.preparation.sample` describes the sampling.
-        max_train_queries: At most this many train queries, chosen by id. The ids are then public, and with them the
-            number of queries of each user and the number of copies of each text. Refused with ``add_or_remove``, and
-            with ``replace_one`` unless the unit is a query and duplicates are kept.
+            the full corpus. See `lit_dpret.datamodules.preparation.sample`.
+        max_train_queries: At most this many train queries, chosen by id. The ids are then public, and so are the
+            numbers of queries per user and of copies per text. Refused with ``add_or_remove``, and with ``replace_one``
+            unless the unit is a query and duplicates are kept.
         max_eval_queries: At most this many queries of each evaluation split.
     """
 

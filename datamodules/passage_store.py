@@ -24,7 +24,7 @@ from typing import Any, overload
 from lit_dpret.errors import DataError, StorageError
 
 _FORMAT = 3  # of the SQLite file
-_ABANDONED = 3600.0  # seconds until a draft counts as abandoned
+_ABANDONED = 3600.0  # seconds until a draft is stale
 _READ = 2**20
 _MAPPED = 2**40  # bytes of the file that may be mapped into memory; SQLite's maximum
 _log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ def with_units_without_rows(collection: Collection, read: Collection) -> Collect
     """Return ``collection`` with the train queries of ``read`` that were dropped from it, without judgements.
 
     Which passages a train query has is protected. So a dropped query remains a unit without rows: the number of units
-    is published, and `sample` must choose the same ids whatever passages they have.
+    is published, and `sample` must choose the same ids in any case.
     """
     train, kept = read.qrels.get("train"), collection.qrels.get("train", {})
     if train is None or train.keys() == kept.keys():

@@ -114,9 +114,8 @@ def top_level() -> Choice:
 def listed(word: str | None = None) -> str:
     """Return the output of ``lit-dpret list``, for a terminal.
 
-    Without a ``word``, list the groups with their choices; for a group, its choices with a sentence each; for
-    ``group=choice``, its settings. For any other word, list choices and settings whose names contain it, or else those
-    whose descriptions do.
+    Without a ``word``, list the groups and their choices; for a group, its choices with a sentence each; for
+    ``group=choice``, its settings. For any other word, list what has it in its name, or else in its description.
     """
     if word is None:
         width = max(map(len, groups()))

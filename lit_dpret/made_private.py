@@ -211,20 +211,20 @@ def make_private(
 
     Guarantees:
         - ``module`` itself is trained, in place, on the gradients that `PrivateModule` computes: each unit's gradient
-          is clipped exactly, and an update carries only information about the data that is noised and in the ledger.
+          is clipped exactly, and no update carries information about the data that is not noised and in the ledger.
         - Optimizer and schedules are those of ``module.configure_optimizers``, at their ``interval`` and ``frequency``,
-          where a step is a logical step. Its ``training_step`` and ``validation_step`` do not run.
+          where a step is a logical one. Its ``training_step`` and ``validation_step`` do not run.
         - Layers that mix rows, losses that couple rows, and hooks that would never be called are refused by name.
 
     Args:
         module: A LightningModule, or any other module together with ``optimizer``.
-        per_row_loss: A function of ``module`` and a collated batch that returns one loss for each row
-            (``reduction="none"``); the loss of a row depends on that row alone.
+        per_row_loss: Takes ``module`` and a collated batch, and returns one loss for each row (``reduction="none"``);
+            the loss of a row depends on that row alone.
         eps: The budget of the whole run.
         optimizer: Replaces ``configure_optimizers`` of the module.
-        collate_fn: As for a DataLoader: turns the rows of a batch into tensors whose first axis is the rows.
-        public_rows: Some rows without private data, in the form that the data set returns: synthetic or public. If none
-            of them has a finite loss, the run is refused before its ledger opens; without them this is not checked.
+        collate_fn: As for a DataLoader, from the rows of a batch to tensors whose first axis is the rows.
+        public_rows: Some rows without private data, as the data set returns them: synthetic or public. If none of them
+            has a finite loss, the run is refused before its ledger opens; without them this is not checked.
         unit: Whose data the guarantee protects; ``record`` is what `UnitDataModule` draws.
         privacy: Other arguments of `DPSGD`, such as ``delta`` and ``max_grad_norm``.
 

@@ -74,7 +74,7 @@ def _whole(names: Sequence[str], get: Callable[[], Any], put: Callable[[Any], No
     said, before = _said(get), {name: _precision(name) for name in names}
     if said == whole and all(
         value in _WHOLE for value in before.values()
-    ):  # the usual case, handled first because a search for a single query is short
+    ):  # the usual case; searches for one query are short
         yield
         return
     put(whole)

@@ -11,7 +11,7 @@ from typing import Any
 from lit_dpret.errors import ConfigurationError
 
 _LONG = 4
-#: Number of units to inspect before concluding that rows hold no texts.
+#: Units to inspect before concluding that rows hold no texts.
 _TRIED = 99
 _PUBLISHED = "it is published, and the queries are protected. Take a text of public data."
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})

@@ -261,9 +261,8 @@ def train(
         - Checkpoints are written whole or not at all, unless ``make_trainer`` supplies custom checkpoint I/O.
         - A run that is killed at any moment can resume; after its last step it still gets its model and its card.
         - ``canaries`` are planted before anything reads the training data, and kept in ``canaries.json``.
-        - With several ranks, rank 0 writes the shared files, and the others wait for it before they end.
-        - Training without privacy, or with settings that void the claim, writes to a folder that only its owner can
-          read.
+        - With several ranks, rank 0 writes the shared files, and the others end when it has.
+        - Training without privacy, or without a remaining claim, writes to a folder that only its owner can read.
     """
     run_dir, resume, callbacks = how.run_dir, how.resume, list(how.callbacks)
     trainer = how.make_trainer(

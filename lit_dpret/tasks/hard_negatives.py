@@ -48,7 +48,7 @@ class HardNegatives(Settings):
         require_owner(self.whose, "the report holds the questions")
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Return the share of questions with a negative that ranks above every answer."""
+        """Return the share of questions where a negative ranks first."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         silo = read_silo(self.silo)
         if self.whose == "public":

@@ -66,7 +66,7 @@ def release_behind(mode: Any, parts: Parts) -> str | None:
 
 
 def results_without_privacy(task: Any, mode: Any) -> Sequence[str]:
-    """Return the names of results in a private task that come from a model trained on the same data without privacy."""
+    """Return the names of a private task's results that come from a model trained on the same data without privacy."""
     found: Sequence[str] = getattr(task, "results_without_privacy", ()) if mode.guarantee == "dp" else ()
     return found
 

@@ -40,8 +40,7 @@ def model_of(source: str | Path) -> str | Path:
 def tell_attack(parts: Parts, name: str, title: str, facts: dict[str, Any], *, of: str) -> Path:
     """Write the report of an attack from the template ``NAME.md``, and print it; return the path of its JSON.
 
-    If ``facts["internal"]``, the files are named ``internal_NAME`` and readable by their owner alone; ``of`` names the
-    attacked texts.
+    If ``facts["internal"]``, only the owner can read it, as ``internal_NAME``; ``of`` names the attacked texts.
     """
     facts["command"] = parts.command
     internal = INTERNAL.format(what=of) if facts["internal"] else ""
