@@ -70,8 +70,8 @@ def macro_interval(
     """Return the percentile bootstrap interval of the mean over groups of the groups' own means.
 
     Each group has equal weight, whatever its size, unless ``weights`` are given. Queries are drawn separately in each
-    group. BEIR reports CQADupStack this way, as the mean of twelve forums, and a table of several data sets its last
-    row.
+    group. BEIR reports CQADupStack this way, as the mean of twelve forums. So does the last row of a table of several
+    data sets.
     """
     _check_level(level)
     data = [_vector("a group", values) for values in groups]

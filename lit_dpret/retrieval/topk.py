@@ -72,7 +72,8 @@ EMPTY = int(packed(torch.tensor([-torch.inf]), torch.tensor([NO_RANK])))
 def smallest(keys: Tensor, count: int) -> Tensor:
     """Move the ``count`` smallest keys of each row to its front, with the largest of them at index ``count - 1``.
 
-    The rows are changed in place. The keys after these are in no particular order; on an accelerator they are `EMPTY`.
+    The rows are changed in place, except rows of at most ``count`` keys. The other keys are in no particular order;
+    on an accelerator they become `EMPTY`.
     """
     if count >= keys.shape[1]:
         return keys

@@ -2,7 +2,7 @@
 
 AUC, accuracy and true positive rates at few false positives show what the attacker gets. Exact bounds (Clopper and
 Pearson), compared with the ceilings, reveal a bug or a false assumption. A one-run audit, where a coin decided for each
-query, does not assume that the queries of one training run leave each other untouched.
+query, allows the queries of one training run to influence each other.
 """
 
 from __future__ import annotations

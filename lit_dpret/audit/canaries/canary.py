@@ -22,7 +22,7 @@ Kind = Literal["digits", "own_passage", "random_passage", "echo", "new_token"]
 Side = Literal["query", "passage", "both"]
 
 OWN_ID = "canary:"
-"""Ids of passages that a canary brings along begin like this; such passages are in no list of passages."""
+"""Prefix of the ids of passages that a canary adds; these passages are in no list of passages."""
 
 
 @dataclass(frozen=True, kw_only=True)

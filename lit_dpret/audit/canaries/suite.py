@@ -138,7 +138,7 @@ class CanarySuite:
     # A file with any other name is read as text, one query per line. Queries of a split are trained on as canaries: do
     # not judge the model by that split.
     queries: str = "pseudo"
-    query_words: int = 12  # words of a query kept before the secret, so that the secret fits the longest query
+    query_words: int = 12  # words of a query kept before the secret, so that the secret fits into a model's query
     passage_words: int = 30  # the same, where the secret is in a passage
     suffix_words: int = 5  # rare words of an ``echo``
     new_tokens: int = 16  # how many of ``<extra_id_0>``, ``<extra_id_1>``, ... the model has

@@ -36,7 +36,7 @@ class Evidence:
     eps_lower: float  # the bound, for one copy of the unit; 0 if nothing is contradicted
     delta: float | None  # the delta of the bound; None if the bound is on another curve than (eps, delta)
     confidence: float | None  # probability that the bound is true if the assumption holds; None for a point value
-    assumption: str  # what must hold for that
+    assumption: str  # the condition for that
     copies: int = 1  # how often each canary was in the training data; the bound is still for one copy
     threshold: float | None = None  # the score from which a canary was guessed a member, if there was one
     tests: int = 1  # number of thresholds that share the allowed error

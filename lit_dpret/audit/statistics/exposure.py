@@ -33,8 +33,8 @@ def rank(secret: float, references: ArrayLike) -> int:
 def exposure_of_rank(rank: float, candidates: int) -> float:
     """Return log2(candidates / rank) bits, from 0 to log2(candidates) if the secret is a candidate.
 
-    A random guess does not average 0 but log2(e) = 1.44 for many candidates, and 1.396 for 100. TensorFlow Privacy
-    uses the number of references, without the secret, as ``candidates``.
+    For a secret that was not planted it averages log2(e) = 1.44 for many candidates, and 1.396 for 100, not 0.
+    TensorFlow Privacy uses the number of references, without the secret, as ``candidates``.
     """
     check_count("candidates", candidates, least=1)
     if not rank >= 1:

@@ -162,7 +162,7 @@ class _Wrapped(PrivateModule):
         self.inner = inner
         self._loss = loss
         if (parameter := next(inner.parameters(), None)) is not None:
-            self.to(parameter.device)  # moves nothing: tells Lightning where the parameters are
+            self.to(parameter.device)  # moves nothing; lets Lightning know the parameters' device
 
     def per_row_loss(self, rows: Any) -> Tensor:
         return self._loss(rows)

@@ -132,7 +132,7 @@ class TopicBins(Bins):
     encoder: str = "minilm"  # or the folder or hub name of a public encoder
     encoder_is_public: bool = False  # declares that nothing private went into an encoder other than ``minilm``
     max_passages: int = 2000  # size of the sample
-    rounds: int = 20  # of k-means
+    rounds: int = 20  # iterations of k-means
     centroids: Sequence[Sequence[float]] | None = None  # given ones, ``(topics, dimension)``; then nothing is fitted
 
     def __post_init__(self) -> None:

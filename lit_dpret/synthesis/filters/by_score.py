@@ -108,7 +108,7 @@ class RoundTrip(QueryFilter):
 
     ranker: Ranks  # ranks the passages of the data set for each query
     _: KW_ONLY
-    k: int = 10  # the lowest rank that the query's own passage may have
+    k: int = 10  # the last rank at which the query's own passage may be
     encoder_is_public: bool = False  # declares that nothing private went into an encoder without a privacy card
 
     def __post_init__(self) -> None:

@@ -65,7 +65,7 @@ class Labelling:
     cross_encoder: str | Path  # a folder or a hub name
     cross_encoder_is_public: bool = False  # declares that nothing private went into a model without a card
     encoder_is_public: bool = False  # the same for the ranker's encoder
-    depth: int = 50  # lowest rank from which negatives are drawn
+    depth: int = 50  # negatives are drawn from the ranks up to this one
     per_query: int = 5  # negatives per query
     seed: int = 0  # seed of those draws; public
     batch_size: int = 32  # pairs per forward pass

@@ -187,8 +187,8 @@ def require_covered(
     """Refuse a model that would introduce private data into the selection of released queries.
 
     Returns:
-        What the claim of the selection then takes on trust: that a model without a card was declared public, or, for a
-        card that does not say on what data its settings were chosen, that no private data influenced the choice.
+        The assumptions that the claim of the selection then takes on trust: that a model without a card was declared
+        public, or, if its card does not state on what data its settings were chosen, that none of them were private.
 
     Guarantees, after it returns, that one of these holds:
         - The model is ``bm25`` or ``minilm``, or it was declared public and no card, note or ledger in or around its

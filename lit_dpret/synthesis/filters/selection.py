@@ -65,7 +65,7 @@ def apply_filters(
         DataError: No query is left.
     """
     under, trusts = released, list[tuple[Assumption, ...]]()
-    for one in filters:  # each is asked of the queries under the claim that those before it leave them with
+    for one in filters:  # check it on queries under the claim that earlier filters leave them with
         trusts.append((*one.check(under), *foreign_code(one)))
         under = under.under(one.claim(under))
     done: list[Applied] = []

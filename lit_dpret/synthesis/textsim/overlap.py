@@ -57,7 +57,7 @@ def overlap(texts: Sequence[str], references: Sequence[str], *, n: int = 8) -> O
 
 @dataclass(frozen=True)
 class Share:
-    """``positives`` of ``total``, with an exact interval for the share behind them.
+    """``positives`` of ``total``, with an exact interval for the underlying share.
 
     The interval is Clopper and Pearson's (Biometrika 26, 1934). It covers the share with probability at least
     ``level``, for every share and total, even without positives. It is about the choice of the examined texts as an
