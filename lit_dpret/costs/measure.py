@@ -196,7 +196,7 @@ def product_rate(tokens: int, inputs: int, outputs: int, device: torch.device, *
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Time ``work``: on a GPU until it finishes, on a CPU as processor time of one thread.
+    """Time ``work``: on a GPU until it finishes, on a CPU as processor time with one thread, else as wall time.
 
     Processor time, since the machine may be shared: a step that waits for a core takes no more of it.
     """

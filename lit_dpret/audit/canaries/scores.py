@@ -1,8 +1,8 @@
 r"""Measure what a trained model reveals of planted secrets: perplexity, rank and exposure, and leaks in generated text.
 
 A generator scores a secret in the query by its log2 perplexity (Carlini et al. 2019, section 3), and one in the passage
-by -log2 p of the whole query given that passage. Leaks are searched for in queries drawn for the passage *without*
-the secret. A dual encoder scores a candidate by -log2 of the softmax share of the canary's own passage among those of the
+by -log2 p of the whole query given that passage. Leaks are searched for in queries drawn for the passage *without* the
+secret. A dual encoder scores a candidate by -log2 of the softmax share of the canary's own passage among those of the
 other canaries, without their secrets: ranks must be functions of the model and public texts.
 """
 

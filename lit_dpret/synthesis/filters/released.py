@@ -188,7 +188,7 @@ def require_covered(
 
     Returns:
         The assumptions that the claim of the selection then takes on trust: that a model without a card was declared
-        public, or, if its card does not state on what data its settings were chosen, that none of them were private.
+        public, or, if its card does not state on what data its settings were chosen, that it was not private.
 
     Guarantees, after it returns, that one of these holds:
         - The model is ``bm25`` or ``minilm``, or it was declared public and no card, note or ledger in or around its
