@@ -1,4 +1,4 @@
-"""What averages of the weights bring at epsilon 3: the recipe of experiment=best_eps3, with and without.
+"""Measure the benefit of weight averaging at epsilon 3: the recipe of experiment=best_eps3, with and without.
 
     python benchmarks/averaging.py --cache ~/.cache/lit-dpret
 
@@ -34,7 +34,7 @@ SCHEDULES: tuple[Schedule, ...] = ("linear", "constant")
 
 
 class SecondHalf(WeightAveraging):
-    """The mean of the weights of the second half of the steps."""
+    """The mean of the weights over the second half of the steps."""
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         return step_idx is not None and step_idx >= STEPS // 2
@@ -49,7 +49,7 @@ AVERAGES: dict[str, Any] = {
 
 
 def run(data: InsuranceQADataModule, split: str, schedule: Schedule, average: str, seed: int, cache: Path) -> Any:
-    """Train once, and return nDCG@10 of every query; the noise of a run is that of its seed."""
+    """Train once and return nDCG@10 of every query; the noise of a run depends on its seed."""
     L.seed_everything(seed, verbose=False)
     with tempfile.TemporaryDirectory() as folder:
         privacy = PublicPassages(

@@ -1,4 +1,4 @@
-"""What the checks of a private fit cost beside its steps.
+"""Measure the cost of the checks of a private fit relative to its steps.
 
     python benchmarks/checks.py [--steps 60] [--out results/checks_cpu.json]
 

@@ -1,4 +1,4 @@
-"""What clipping costs: a step with this package's engine and with opacus over a step without privacy.
+"""Measure the cost of clipping: a step with this package's engine and with opacus over a step without privacy.
 
     python benchmarks/clipping.py [--rounds 7] [--threads 2] [--device cpu|cuda] [--quick] [--low-precision]
 
@@ -27,13 +27,13 @@ LABELS = {
     "ghost_bf16": "lit-dpret ghost_bf16", "opacus": "opacus hooks (positions frozen)",
     "opacus ghost": "opacus ghost (positions frozen)",
 }  # fmt: skip
-#: Parameters that opacus cannot do, and that its variants freeze: their gradient has no batch axis there.
+#: Parameters that opacus cannot handle and its variants freeze: their gradient has no batch axis there.
 FROZEN_FOR_OPACUS = ("relative_attention_bias", "position_embeddings")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A model by name, rows in the batch, and tokens of source and target (0: an encoder)."""
+    """A model name, the rows of the batch, and the tokens of source and target (0: an encoder)."""
 
     model: str
     batch: int
@@ -50,7 +50,7 @@ class Row:
 
 
 T5_SHAPES, BERT_SHAPES, LLAMA_SHAPES = (CASES[family] for family in ("t5", "bert", "llama"))
-LORA = "+lora"  # behind a model's name
+LORA = "+lora"  # suffix of a model's name
 ROWS = {device: [Row(*row) for row in rows] for device, rows in CASES["rows"].items()}
 QUICK = ROWS["quick"]
 
@@ -76,7 +76,7 @@ def build_model(name: str, device: str) -> Any:
 
 
 def build_losses(model: Any, row: Row, device: str) -> Callable[[], Any]:
-    """Return one loss per row; bf16 autocast on a GPU."""
+    """Return a function that computes one loss per row; bf16 autocast on a GPU."""
     import torch
     import torch.nn.functional as F
 
@@ -103,7 +103,7 @@ def build_losses(model: Any, row: Row, device: str) -> Callable[[], Any]:
 
 
 def build_step(variant: str, model: Any, row: Row, device: str) -> Callable[[], None]:
-    """Return one step of a variant; its result (gradients or their sums) is freed by the next one.
+    """Return one step of a variant; its result (gradients or their sums) is freed by the next step.
 
     Raises:
         NotImplementedError: opacus refuses the model, here or in the first step.
@@ -168,7 +168,7 @@ def build_step(variant: str, model: Any, row: Row, device: str) -> Callable[[], 
 
 
 def upper_bound(values: list[float], confidence: float = 0.95) -> float | None:
-    """Return the smallest of the values that is above the median with this confidence; None where there are too few.
+    """Return the smallest value that is above the median with this confidence; None if there are too few values.
 
     The k-th smallest of n is above the median unless k or more of n fair coins show heads.
     """
@@ -189,7 +189,7 @@ def wait(device: str) -> None:
 
 
 def matmul_rate(device: str) -> float:
-    """Floating-point operations per second of a large product in the precision of the passes."""
+    """Return the floating-point operations per second of a large product in the precision of the passes."""
     import torch
 
     size, dtype = (2048, torch.float32) if device == "cpu" else (8192, torch.bfloat16)
@@ -213,7 +213,7 @@ def count_flops(step: Callable[[], None]) -> int:
 
 
 def measure_time(row: Row, rounds: int, device: str, ours: tuple[str, ...] = ("ghost",)) -> dict[str, Any]:
-    """Seconds and ratios of every variant over the plain step, interleaved."""
+    """Return the seconds of every variant and their ratios to the plain step, measured in turns."""
     import torch
 
     model = build_model(row.model, device)
@@ -285,7 +285,7 @@ def measure_memory_here(variant: str, row: Row, device: str) -> dict[str, int]:
 
 
 def measure_memory(variant: str, row: Row, device: str, threads: int) -> dict[str, Any] | None:
-    """Measure in a process of its own; None where the variant is refused or does not fit."""
+    """Measure in a separate process; return None if the variant is refused or does not fit."""
     words = ["--device", device, "--threads", threads, "--memory-of", variant]
     try:
         found: dict[str, Any] = apart(__file__, *words, row.model, row.batch, row.source, row.target, **GIVEN_BACK)
@@ -297,7 +297,7 @@ def measure_memory(variant: str, row: Row, device: str, threads: int) -> dict[st
 
 
 def largest_batch(variant: str, row: Row, limit: int, device: str, threads: int) -> int | None:
-    """Return the most rows within the limit: guessed from two sizes, then found by measuring around the guess."""
+    """Return the most rows within the limit: extrapolated from two sizes, then measured around that guess."""
 
     def peak(batch: int) -> float:
         found = measure_memory(variant, Row(row.model, batch, row.source, row.target), device, threads)
@@ -372,7 +372,7 @@ def main() -> None:
         "before": machine("torch", "opacus", "transformers"),
         "rows": {},
     }
-    out = arguments.out or RESULTS / f"clipping_{arguments.device}.json"  # kept after every row
+    out = arguments.out or RESULTS / f"clipping_{arguments.device}.json"  # written after every row
     for row in rows:
         report["rows"][row.label] = report_row(row, arguments)
         write(report, out)

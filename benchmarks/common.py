@@ -1,4 +1,4 @@
-"""What the benchmarks share: work in processes and ranks of its own, its seconds, and results as JSON."""
+"""Shared parts of the benchmarks: work in separate processes and ranks, timing, and results as JSON."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import yaml
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CASES: dict[str, Any] = yaml.safe_load(RESULTS.with_name("cases.yaml").read_text(encoding="utf-8"))
-#: What is freed goes back to the system at once, so that a peak is what a step needs.
+#: Freed memory returns to the system at once, so that a peak shows what a step needs.
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 T = TypeVar("T")
 
 
 def options(doc: str, results: str | None, **numbers: Any) -> argparse.ArgumentParser:
-    """Return a parser with ``--out``, by default a file of `RESULTS`, and options of one number with their defaults."""
+    """Return a parser with ``--out``, by default a file in `RESULTS`, and one option with a default for each number."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None if results is None else RESULTS / results)
     for name, default in numbers.items():
@@ -41,7 +41,7 @@ def write(report: Any, out: Path) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line at once, also into a pipe."""
+    """Print a line immediately, even into a pipe."""
     print(line, flush=True)
 
 
@@ -58,16 +58,16 @@ def machine(*packages: str) -> dict[str, Any]:
 
 
 def timed(work: Callable[[], T]) -> tuple[T, dict[str, float]]:
-    """Return what work made, and its seconds by the clock and of the processor."""
+    """Return the result of work, and its wall-clock and processor seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     made = work()
     return made, {"seconds": time.perf_counter() - wall, "processor_seconds": time.process_time() - cpu}
 
 
 def in_turns(works: Mapping[str, Callable[[], Any]], rounds: int) -> list[dict[str, dict[str, float]]]:
-    """Run works one after the other, in rotating order; return the seconds of each in every round, as `timed` has them.
+    """Run works one after the other, in rotating order; return the seconds of each work in every round, as by `timed`.
 
-    A shared machine is slower at one time than at another: what is compared is what was measured in one round.
+    A shared machine is slower at some times than at others, so only measurements of the same round are compared.
     """
     names, done = list(works), []
     for turn in range(rounds):
@@ -77,12 +77,12 @@ def in_turns(works: Mapping[str, Callable[[], Any]], rounds: int) -> list[dict[s
 
 
 def median_ratio(rounds: list[dict[str, dict[str, float]]], of: str, over: str, unit: str) -> float:
-    """Return the median over the rounds of `in_turns` of one work's time over another's."""
+    """Return the median over the rounds of `in_turns` of one work's time divided by another's."""
     return statistics.median(each[of][unit] / each[over][unit] for each in rounds)
 
 
 def apart(script: str, *words: object, **environment: str) -> Any:
-    """Run a script in a process of its own, and return the JSON of its last line; a failure tells what it wrote."""
+    """Run a script in a separate process and return the JSON of its last line; raise with its stderr if it fails."""
     command = [sys.executable, script, *map(str, words)]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -91,7 +91,7 @@ def apart(script: str, *words: object, **environment: str) -> Any:
 
 
 def ranks(script: str, *words: object, world: int, timeout: float | None = None, **environment: str) -> list[Any]:
-    """Run a script in so many ranks of this machine, and return the JSON of each one's last line."""
+    """Run a script in ``world`` ranks on this machine, and return the JSON of each rank's last line."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

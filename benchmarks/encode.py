@@ -1,10 +1,10 @@
-"""Our encoder's throughput beside ``SentenceTransformer.encode``: the same texts, model, batch size and threads.
+"""Compare our encoder's throughput with ``SentenceTransformer.encode``: same texts, model, batch size and threads.
 
     pip install "lit-dpret[quickstart]" sentence-transformers
     python benchmarks/encode.py
 
-InsuranceQA passages through all-MiniLM-L6-v2 (cut at 256 tokens), the two in turns; tokens count without
-padding. The load of the machine is written down, and so is the largest difference between the embeddings.
+InsuranceQA passages through all-MiniLM-L6-v2 (truncated at 256 tokens), the two in turns; padding tokens are not
+counted. The report includes the load of the machine and the largest difference between the embeddings.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
 
     names = ("lit-dpret", "SentenceTransformer.encode")
     for name in names:
-        run(name) if arguments.rounds > 1 else None  # the first time is slower for both
+        run(name) if arguments.rounds > 1 else None  # the first run is slower for both
     rounds: list[dict[str, Any]] = []
     for turn in range(arguments.rounds):
         facts: dict[str, Any] = {"load": os.getloadavg()[0]}

@@ -1,4 +1,4 @@
-"""What private votes bring: queries that they select, beside as many of the same untrained model, on InsuranceQA.
+"""Compare queries selected by private votes with as many from the same untrained model, on InsuranceQA.
 
     pip install "lit-dpret[quickstart]"
     python benchmarks/evolve.py
@@ -59,7 +59,7 @@ class Log(InsuranceQADataModule):
 
 
 class Bench:
-    """The sample, the zero-shot encoder, and a folder for what is made."""
+    """The sample, the zero-shot encoder, and the output folder."""
 
     def __init__(self, folder: Path, model: str, cache: Path, split: str) -> None:
         self.folder, self.model, self.cache, self.split = folder, model, cache, split
@@ -79,7 +79,7 @@ class Bench:
         return Parts(run_dir=folder, make_trainer=lambda logger=False, **more: trainer(**more), **made)
 
     def untrained(self, size: int, seed: int) -> Path:
-        """Queries for the first passages of the public order, one for each."""
+        """Write queries for the first passages of the public order, one for each."""
         place, texts = self.folder / f"untrained_{size}_{seed}", {}
         if (place / "queries.jsonl").is_file():
             return place
@@ -112,7 +112,7 @@ class Bench:
         return place / "synthetic"
 
     def measured(self, folder: Path, seed: int, *, card: bool) -> dict[str, Any]:
-        """Round trip, nearness to people's questions, and scores of the retriever that learns from what passes."""
+        """Measure the round trip, nearness to real questions, and scores of a retriever trained on what passes."""
         encoder = partial(
             FrozenDualEncoder,
             optimizer=OptimizerSpec(lr=3e-4),

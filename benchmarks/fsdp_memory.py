@@ -1,4 +1,4 @@
-"""Memory of a private step on a rank: DDP, and FSDP2 with all weights gathered at once or one block at a time.
+"""Measure the memory of a private step on a rank: DDP, and FSDP2 with weights gathered at once or block by block.
 
     python benchmarks/fsdp_memory.py
     python benchmarks/fsdp_memory.py --scaling --out benchmarks/results/fsdp_scaling_cpu.json
@@ -25,7 +25,7 @@ from lit_dpret.distributed.fsdp import CutParameter, ShardedParameters
 HERE = torch.device("cpu")
 WAYS = ("ddp", "fsdp, at once", "fsdp, by block", "fsdp, by block, bf16")
 SHAPES: dict[str, Any] = CASES["t5"]
-#: Bytes of the state of a trained weight: itself, Adam's two moments and the clipped sum, all in float32.
+#: Bytes of state per trained weight: itself, Adam's two moments and the clipped sum, all in float32.
 STATE = 16
 
 
@@ -45,9 +45,9 @@ class Model(nn.Module):
 
 
 def most_alive(work: Callable[[], object]) -> int:
-    """Return the most bytes that tensors which ``work`` makes hold at once, gathered weights included.
+    """Return the largest number of bytes that tensors created by ``work`` hold at once, including gathered weights.
 
-    Not what a backend of messages takes inside of one, nor what a kernel does.
+    Memory inside a communication backend or a kernel does not count.
     """
     alive = LiveBytes()
     kept = CutParameter.allocate, CutParameter.free
@@ -69,7 +69,7 @@ def most_alive(work: Callable[[], object]) -> int:
 
 
 def measure(way: str, shape: dict[str, Any], steps: int, units: int, tokens: tuple[int, int]) -> dict[str, Any]:
-    """Do one rank's work: clip, add up, noise, step."""
+    """Do one rank's work: clip, sum, add noise, step."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from lit_dpret.distributed.block_by_block import BlockByBlock
@@ -83,7 +83,7 @@ def measure(way: str, shape: dict[str, Any], steps: int, units: int, tokens: tup
     group, shards, store = Ranks.here(), None, None
     mesh = init_device_mesh("cpu", (group.world_size,))
     group.barrier()
-    warm = torch.nn.Linear(8, 8)  # what the first step of an optimizer imports is not the model's
+    warm = torch.nn.Linear(8, 8)  # memory of modules that an optimizer's first step imports is not the model's
     warm(torch.ones(1, 8)).sum().backward()
     torch.optim.Adam(warm.parameters()).step()
     before = resident(HERE)
@@ -106,7 +106,7 @@ def measure(way: str, shape: dict[str, Any], steps: int, units: int, tokens: tup
     ids, labels = (torch.randint(1, shape["vocab_size"], (units, count)) for count in tokens)
 
     def clip() -> dict[str, Tensor]:
-        """Return this rank's part of the sum, of two physical batches."""
+        """Return this rank's part of the sum, from two physical batches."""
         if shards is not None and store is None:
             shards.gather()
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Measure in under 40 minutes what is told of a GPU and was not measured on one; one report at the end.
+"""Measure in under 40 minutes the GPU claims that were not yet measured on one, and write one report.
 
     python benchmarks/gpu_day.py --out gpu_day                      on a machine with one GPU
     python benchmarks/gpu_day.py --out gpu_day --device cpu --tiny  a rehearsal on toy models
@@ -36,11 +36,11 @@ TRAINERS = {
 
 @dataclass(frozen=True)
 class Day:
-    """Where the parts run and where they write."""
+    """The settings of a day: where the parts run and where they write."""
 
     out: Path  # folder of the report; each part has a file or a folder in it
     device: str  # ``cuda`` or ``cpu``
-    tiny: bool  # toy sizes: shows that every part runs, and says nothing of speed
+    tiny: bool  # toy sizes: shows that every part runs, but not how fast
 
     def train(self, trainer: tuple[str, ...], folder: Path, steps: int, *more: str) -> list[str]:
         model = ("model.pretrained=null", "model.config={model_type: t5, d_model: 768, d_kv: 64, d_ff: 3072, "
@@ -55,13 +55,13 @@ class Day:
         ]  # fmt: skip
         if self.device == "cpu":
             settings += ["trainer.accelerator=cpu", "trainer.precision=32-true"]
-        if "privacy=dp_sgd" in settings:  # a group comes before its keys
+        if "privacy=dp_sgd" in settings:  # a config group must come before its keys
             settings.sort(key=lambda each: each != "privacy=dp_sgd")
         return [sys.executable, str(HERE.parent / "train.py"), *settings]
 
 
 def run(command: list[str], log: Path, limit: float | None = None) -> str:
-    """Run a command with its output in a file, and return what it wrote; a failure tells its end."""
+    """Run a command with its output in a file and return the output; raise with its last lines if it fails."""
     with log.open("w", encoding="utf-8") as file:
         done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=limit)
     written = log.read_text(encoding="utf-8", errors="replace")
@@ -121,7 +121,7 @@ def of_search(found: Any) -> Rows:
     }
 
 
-# Benchmarks of this folder: what is shown of each, and its settings on toy models and in full.
+# Benchmarks of this folder: the function that selects the rows to show, and the settings for toy models and in full.
 BENCHMARKS: dict[str, tuple[Callable[[Any], Rows], str, str]] = {
     "clipping": (
         of_clipping, "--limit-gb 0 --low-precision --quick --rounds 2", "--limit-gb 0 --low-precision --rounds 7",
@@ -154,7 +154,7 @@ def trained(name: str) -> Callable[[Day], Rows]:
         folder = day.out / "runs" / f"{name.replace(' ', '_')}_{time.time_ns()}"
         written = run(day.train(TRAINERS[name], folder, 3 if day.tiny else 12), log)
         seconds = [float(each) for each in re.findall(r"speed: ([0-9.e+-]+) s a step", written)]
-        # The line is the mean since the start: what the later steps took alone leaves the warm-up out.
+        # The line has the mean since the start; the time of the later steps alone leaves out the warm-up.
         later = (seconds[-1] * len(seconds) - seconds[0]) / (len(seconds) - 1)
         return {name: {"seconds of a step": later, "first step": seconds[0], "epsilon": epsilon_of(folder)}}
 
@@ -162,7 +162,7 @@ def trained(name: str) -> Callable[[Day], Rows]:
 
 
 def resume(day: Day) -> Rows:
-    """Kill a run in the middle, resume it, and compare its weights with those of a run that was left alone."""
+    """Kill a run in the middle, resume it, and compare its weights with those of an uninterrupted run."""
     from safetensors.torch import load_file
 
     steps, log = (6 if day.tiny else 20), day.out / "resume.log"
@@ -183,7 +183,7 @@ def resume(day: Day) -> Rows:
     if process.returncode != -signal.SIGKILL:
         raise RuntimeError(f"the run ended with status {process.returncode} before it was killed: {log}")
     run([*command(killed), "resume=true"], log)
-    # The first record names the streams of the noise: the run that is left alone begins with it, and with no step.
+    # The first record names the noise streams; the uninterrupted run starts with it, and with no step.
     whole.mkdir(parents=True)
     first = ledger.read_text(encoding="utf-8").splitlines()[0]
     (whole / "privacy_ledger.jsonl").write_text(first + "\n", encoding="utf-8")
@@ -204,7 +204,7 @@ PARTS: dict[str, Callable[[Day], Rows]] = {
 
 
 def page(report: dict[str, Any]) -> str:
-    """Return the report as Markdown: a table for each part, or why there is none."""
+    """Return the report as Markdown: a table for each part, or the reason why it failed."""
     lines = ["# What was measured on " + report["device"], ""]
     if report["tiny"]:
         lines += ["A rehearsal with toy models: it shows that every part runs, and says nothing of speed.", ""]
@@ -259,7 +259,7 @@ def main() -> None:
 
 
 def begun(out: Path, day: Day) -> dict[str, Any]:
-    """Return the report of the same day, or a new one."""
+    """Return the earlier report of the same device and sizes, or a new one."""
     import torch
 
     if day.device == "cuda" and not torch.cuda.is_available():
@@ -275,7 +275,7 @@ def begun(out: Path, day: Day) -> dict[str, Any]:
 
 
 def _measured(name: str, day: Day, limit: float) -> dict[str, Any]:
-    """Run a part in a process group of its own, which a time limit ends with all that it started."""
+    """Run a part in a separate process group, so that a time limit ends everything that it started."""
     words = ["--part", name, "--out", str(day.out), "--device", day.device, *(["--tiny"] if day.tiny else [])]
     begun = time.monotonic()
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Peak memory and processor time of one training step, with `model.grad_cache_rows` and without.
+"""Measure peak memory and processor time of one training step, with and without `model.grad_cache_rows`.
 
     python benchmarks/grad_cache.py
 
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def measure(*, rows: int, at_once: int | None, width: int, layers: int, tokens: int) -> dict[str, float]:
-    """Return one step's loss, peak memory above what was there before it, and processor time."""
+    """Return one step's loss, its peak memory above what was in use before it, and its processor time."""
     from transformers import BertConfig, BertModel
 
     from lit_dpret.encoders.contract import get_pooling
@@ -79,7 +79,7 @@ def measure(*, rows: int, at_once: int | None, width: int, layers: int, tokens: 
         loss.backward()
         return loss.detach()
 
-    step(2)  # gradients are there, and what a library keeps for itself
+    step(2)  # allocates gradients, and memory that libraries keep
     before = _peak()
     loss, spent = timed(lambda: step(rows))
     return {"loss": float(loss), "peak_bytes": _peak() - before, "processor_seconds": spent["processor_seconds"]}

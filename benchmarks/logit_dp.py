@@ -1,4 +1,4 @@
-"""What clipping every pair costs (Logit-DP), over keeping n squared gradients and over a step without privacy.
+"""Measure the cost of clipping every pair (Logit-DP), over keeping n squared gradients and over a plain step.
 
     python benchmarks/logit_dp.py [--rounds 5] [--threads 1] [--quick]
 
@@ -25,13 +25,13 @@ LABELS = {
     "pair_ghost": "pair_ghost", "jacobian": "jacobian", "k_blocks": "k_blocks (bound)",
     "k_blocks_towers": "k_blocks (two towers, exact)",
 }  # fmt: skip
-#: The ways that keep n squared gradients.
+#: The variants that keep n squared gradients.
 MATERIALISING = ("vmap", "brute_force")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A model by name, records, and the length of an embedding."""
+    """A model name, the number of records, and the embedding dimension."""
 
     model: str
     n: int
@@ -53,7 +53,7 @@ WEIGHED = [
     *(Row("mlp", n, 64) for n in (16, 32, 64, 128)),
     *(Row("minilm-shape", n, 32) for n in (16, 32, 64, 128)),
 ]
-#: More would take minutes.
+#: More records would take minutes.
 MOST_RECORDS_TIMED = {"brute_force": 16, "pair_ghost": 128}
 QUICK = [Row("conv", 3, 4), Row("mlp", 4, 4)]
 
@@ -110,7 +110,7 @@ def build_module(variant: str, row: Row) -> Any:
 
 
 def build_step(variant: str, module: Any, row: Row) -> Callable[[], Any]:
-    """Return one step of a variant: the gradient of an in-batch softmax, by pairs clipped to ``BOUND``."""
+    """Return one step of a variant: the gradient of an in-batch softmax, clipped pair by pair to ``BOUND``."""
     import torch
     import torch.nn.functional as F
 
@@ -139,7 +139,7 @@ def build_step(variant: str, module: Any, row: Row) -> Callable[[], Any]:
 
     def weighted(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         norms = torch.zeros(n, n)
-        for gradient in gradients.values():  # a row at a time: the squares of all would be another n * n * p
+        for gradient in gradients.values():  # row by row: the squares of all would need another n * n * p
             for i, of_query in enumerate(gradient):
                 norms[i] += of_query.flatten(1).square().sum(1)
         weights = slopes() * clipped_pair_factors(norms.sqrt(), BOUND)[0]
@@ -178,11 +178,11 @@ def gradient_bytes(row: Row) -> int:
 
 
 def measure_time(row: Row, variants: list[str], rounds: int) -> dict[str, Any]:
-    """Seconds of every way, and their ratios to the plain step."""
+    """Return the seconds of every variant, and their ratios to the plain step."""
     steps: dict[str, Callable[[], Any]] = {v: build_step(v, build_module(v, row), row) for v in variants}
 
     often = {v: step for v, step in steps.items() if v not in MATERIALISING}
-    for step in often.values():  # not counted: it has the engine's audit
+    for step in often.values():  # not counted: it includes the engine's audit
         step()
     done = in_turns(often, rounds)
     for variant in set(variants) - set(often):
@@ -201,7 +201,7 @@ def measure_time(row: Row, variants: list[str], rounds: int) -> dict[str, Any]:
 
 
 def measure_memory_here(variant: str, row: Row) -> int:
-    """Measure, in a fresh process, bytes that a step takes above a step with two records."""
+    """Measure, in a fresh process, how many bytes a step needs beyond a step with two records."""
     import torch
 
     from lit_dpret.costs.measure import peak, reset_peak, resident
@@ -215,7 +215,7 @@ def measure_memory_here(variant: str, row: Row) -> int:
 
 
 def measure_memory(variant: str, row: Row, threads: int) -> int:
-    """Measure in a process of its own."""
+    """Measure in a separate process."""
     words = ["--threads", threads, "--memory-of", variant, row.model, row.n, row.dim]
     return int(apart(__file__, *words, **GIVEN_BACK))
 

@@ -1,4 +1,4 @@
-"""How loose the bound on rounding is under ``privacy.engine=ghost``, ``ghost_tf32`` and ``ghost_bf16``.
+"""Measure how loose the bound on rounding is with ``privacy.engine=ghost``, ``ghost_tf32`` and ``ghost_bf16``.
 
     python benchmarks/low_precision.py [--quick] [--threads 2]
 
@@ -59,13 +59,13 @@ def trained(label: str) -> tuple[Any, Callable[[], Any], int]:
 
 
 def untrained(row: Row) -> tuple[Any, Callable[[], Any], int]:
-    """Return the same of a model with random weights."""
+    """Return the same for a model with random weights."""
     model = build_model(row.model, "cpu").eval()
     return model, build_losses(model, row, "cpu"), row.batch
 
 
 def measured(model: Any, losses: Callable[[], Any], rows: int) -> dict[str, Any]:
-    """Return norms over exact norms for each engine."""
+    """Return the norms divided by exact norms, for each engine."""
     import torch
 
     from lit_dpret.matmul_precision import whole_products

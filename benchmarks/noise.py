@@ -1,4 +1,4 @@
-"""How fast the noise of a step is drawn: by Philox on one thread and two, by ChaCha20, and exactly, on a grid.
+"""Measure how fast the noise of a step is drawn: by Philox, by ChaCha20, and exactly on a grid, on 1 and 2 threads.
 
     python benchmarks/noise.py
     python benchmarks/noise.py --device cuda --out noise_gpu.json    # and there, with every bit compared
@@ -69,7 +69,7 @@ def main() -> None:
 
         return add
 
-    few = max(count // 8, 1)  # whole numbers are slow
+    few = max(count // 8, 1)  # exact draws are slow
     ways: dict[str, tuple[Callable[[], None], int]] = {
         "a parameter at once": (at_once, count),
         "blocks, 1 thread": (blocks(plain, 1), count),

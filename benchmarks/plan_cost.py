@@ -1,4 +1,4 @@
-"""Hold `task=plan`'s predictions against real private steps of T5-small and T5-base shapes.
+"""Compare the predictions of `task=plan` with real private steps of T5-small and T5-base shapes.
 
     python benchmarks/plan_cost.py                     every case below that is not in the results
     python benchmarks/plan_cost.py --only small:2      cases whose name begins so, again
@@ -33,7 +33,7 @@ MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", 
 
 
 class Case:
-    """One model and the plan of its steps."""
+    """A model and the plan of its steps."""
 
     def __init__(self, name: str) -> None:
         from lit_dpret.modules import OptimizerSpec
@@ -65,7 +65,7 @@ class Case:
 
 
 def one(name: str, what: str) -> dict[str, Any]:
-    """Return a prediction of a case, a real step, or times of both in turn, in this process."""
+    """Return the prediction for a case, a real step, or times of both in turn, measured in this process."""
     import torch
 
     from lit_dpret.costs.estimate import estimate, measure
@@ -101,7 +101,7 @@ def memory(case: Case) -> dict[str, Any]:
 
 
 def times(case: Case) -> dict[str, Any]:
-    """Processor seconds of a batch and of an update, told by slices and real, in every round."""
+    """Return the processor seconds of a batch and of an update in every round, predicted from slices and real."""
     import torch
 
     from lit_dpret.costs.measure import TrialStep, seconds
@@ -139,7 +139,7 @@ def times(case: Case) -> dict[str, Any]:
 
 
 def ratios(found: dict[str, Any]) -> dict[str, float]:
-    """Return what was told over what is, as far as both are known."""
+    """Return predicted over measured values, where both are known."""
     slices, real, timed = (found.get(what, {}) for what in ("slices", "measurement", "times"))
     estimate, plain = found.get("estimate", {}), found.get("measurement_with_holes", {})
     pairs = {

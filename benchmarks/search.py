@@ -1,4 +1,4 @@
-"""Our exact search beside sentence-transformers', BEIR's and faiss's, on random vectors, in one run.
+"""Compare our exact search with those of sentence-transformers, BEIR and faiss, on random vectors, in one run.
 
     pip install sentence-transformers beir faiss-cpu
     python benchmarks/search.py --threads 2
@@ -35,9 +35,9 @@ Found = Callable[[], list[list[int]]]
 
 
 def systems(queries: Tensor, passages: Tensor, k: int) -> dict[str, Found]:
-    """Name to a search that returns, for every query, indices best first; those not installed are left out.
+    """Return searches by name, each giving every query's indices, best first; leave out those not installed.
 
-    Each computes where the tensors are; BEIR's wants them on a CPU.
+    Each computes on the device of the tensors; BEIR's needs a CPU.
     """
     found: dict[str, Found] = {"lit-dpret": lambda: search(queries, passages, k).indices.tolist()}
     with contextlib.suppress(ImportError):
@@ -52,7 +52,7 @@ def systems(queries: Tensor, passages: Tensor, k: int) -> dict[str, Found]:
         from beir.retrieval.search.dense import DenseRetrievalExactSearch
 
         class Vectors:
-            """A model whose texts are places in a list of vectors."""
+            """A model whose texts are indices into a list of vectors."""
 
             def encode_queries(self, texts: list[str], **_: Any) -> Tensor:
                 return queries[[int(text) for text in texts]]
@@ -64,7 +64,7 @@ def systems(queries: Tensor, passages: Tensor, k: int) -> dict[str, Found]:
         def beirs() -> list[list[int]]:
             corpus = {
                 str(i): {"title": "", "text": f"{i:07d}"} for i in range(len(passages))
-            }  # one length: kept in order
+            }  # texts of equal length keep their order
             asked = {str(i): str(i) for i in range(len(queries))}
             hits = DenseRetrievalExactSearch(Vectors()).search(corpus, asked, k, "dot")
             return [[int(name) for name, _ in sorted(hits[q].items(), key=lambda h: -h[1])[:k]] for q in asked]
@@ -116,9 +116,9 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def grid(passages: list[int], rounds: int) -> dict[str, Any]:
-    """Our search beside sentence-transformers' in many sizes, and one question to a folder of `task=index`.
+    """Compare our search with sentence-transformers' in many sizes, and time one question to a `task=index` folder.
 
-    ``first`` is a search of a tensor that was never searched, ``later`` one of rows that are kept.
+    ``first`` searches a new tensor, ``later`` rows that are kept between searches.
     """
     generator, sizes, folders = torch.Generator().manual_seed(0), [], []
     draw = torch.empty(max(passages) + 10_000, 384)
@@ -164,7 +164,7 @@ def in_rounds(works: dict[str, Callable[[], Any]], rounds: int, pairs: int) -> d
 
 
 def index_of(embeddings: Tensor, folder: Path) -> IndexFolder:
-    """Write the folder that `task=encode` would, of vectors that no encoder made."""
+    """Write the folder that `task=encode` would write, from vectors that no encoder computed."""
     (folder / EMBEDDINGS).write_bytes(embeddings.numpy().tobytes())
     lines = "".join(f'{{"_id": "{place}", "text": "passage {place}"}}\n' for place in range(len(embeddings)))
     (folder / TEXTS).write_text(lines, encoding="utf-8")
@@ -176,7 +176,7 @@ def index_of(embeddings: Tensor, folder: Path) -> IndexFolder:
 
 
 def climb(count: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Search a file of so many vectors in a process of its own; how high its memory rose over its start."""
+    """Search a file of ``count`` vectors in a separate process; return how far its memory rose above the start."""
     words = ["--child", count, "--queries", arguments.queries, "--k", arguments.k, "--dim", arguments.dim]
     facts: dict[str, Any] = apart(__file__, *words, "--threads", arguments.threads)
     say(f"{count:8d} vectors of {facts['file_mib']:.0f} MiB: {facts['risen_mib']:.0f} MiB")

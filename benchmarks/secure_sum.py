@@ -1,9 +1,9 @@
-"""How long the acts of a secure sum take, messages apart; the numbers of docs/federated.md.
+"""Measure how long the steps of a secure sum take, without messages; the numbers of docs/federated.md.
 
     python benchmarks/secure_sum.py
 
-With a roster: signatures over the lists, and everybody's check of all of them, are ``agree_seconds`` of one client.
-Vectors of zeros: what takes time is the key streams, one for each peer and one of the client's own.
+With a roster, ``agree_seconds`` is one client's time to sign the lists, check all signatures and unmask.
+The vectors are zero: the time goes into the key streams, one for each peer and one of the client itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     routed = server.route({number: client.share(server.keys.values()) for number, client in clients.items()})
     shared = (time.perf_counter() - began) / len(clients)
     words, masking = np.zeros(arguments.words, dtype=np.uint32), []
-    for number in session.clients[1:]:  # the first one is lost
+    for number in session.clients[1:]:  # the first client is lost
         began = time.perf_counter()
         server.masked[number] = clients[number].mask(words, routed[number])
         masking.append(time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""Our throughput of queries beside plain ``model.generate``: the same model, settings, batch size and threads.
+"""Compare our throughput of queries with plain ``model.generate``: same model, settings, batch size and threads.
 
     pip install "lit-dpret[quickstart]"
     python benchmarks/synthesize.py
@@ -27,7 +27,7 @@ from lit_dpret.synthesis.groups import canonical_groups, draw_group, fixed_arith
 from lit_dpret.synthesis.sampler import Decoding
 
 OURS, PLAIN = "lit-dpret", "model.generate"
-SHORTEST, LONGEST = 8, 300  # words of a passage of mixed length
+SHORTEST, LONGEST = 8, 300  # words of a passage with mixed lengths
 
 
 def models(names: list[str]) -> Iterator[tuple[str, GeneratorModel]]:
@@ -80,12 +80,12 @@ def plain(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decodin
 
 
 def side_by_side(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decoding, chosen: Any) -> Any:
-    """Run both in turns, the other one first in every second round."""
+    """Run both in turns; the other one goes first in every second round."""
     ways: dict[str, Callable[..., list[str]]] = {OURS: ours, PLAIN: plain}
     unit = "processor_seconds" if chosen.device == "cpu" else "seconds"
     few = dict(list(texts.items())[: chosen.batch_size])
     for way in ways.values():
-        way(generator, few, Decoding(max_new_tokens=2), chosen.batch_size, 0)  # the first time is slower for both
+        way(generator, few, Decoding(max_new_tokens=2), chosen.batch_size, 0)  # the first run is slower for both
     rounds = []
     for turn in range(chosen.rounds):
         facts: dict[str, Any] = {"load": os.getloadavg()[0]}

@@ -1,4 +1,4 @@
-"""Four ways to bring a clipped sum and its noise to DeepSpeed's ZeRO: what each gets wrong, sends and draws.
+"""Compare four ways to hand a clipped sum and its noise to DeepSpeed's ZeRO: their error, traffic and draws.
 
     python benchmarks/zero_handover.py [--world 2] [--out benchmarks/results/zero_handover_cpu.json]
 
@@ -38,7 +38,7 @@ def one_rank(way: str, stage: int, bf16: bool) -> dict[str, Any]:
     net = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 33))
     with torch.no_grad():
         for parameter in net.parameters():
-            parameter.zero_()  # what the weights become is the update
+            parameter.zero_()  # so that the new weights equal the update
     shapes = {name: parameter.shape for name, parameter in net.named_parameters()}
     total = sum(parameter.numel() for parameter in net.parameters())
     config = {
@@ -107,7 +107,7 @@ def _coins(step: int, rank: int, name: str) -> Any:
 
 
 class _Sent:
-    """Counts what is put into collectives while it is entered."""
+    """Counts the bytes passed to collectives while it is entered."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -141,7 +141,7 @@ class _Sent:
 
 
 def measure(way: str, stage: int, bf16: bool, world: int) -> dict[str, Any]:
-    """Start the ranks, and take the worst of what they say."""
+    """Start the ranks, and return the worst of their results."""
     words = ["--rank", json.dumps([way, stage, bf16])]
     try:
         told = common.ranks(

@@ -1,7 +1,7 @@
-"""Draw the rooms of the package and who imports whom: ``python scripts/draw_architecture.py`` writes the picture.
+"""Draw the packages and their imports: ``python scripts/draw_architecture.py`` writes the picture.
 
-The floors follow from the imports alone: a room stands one above the highest that it imports. Arrows that follow from
-others are left out. `tests/test_architecture.py` compares the committed picture with what this draws.
+The floors follow from the imports alone: a package is one floor above the highest that it imports. Arrows that other
+arrows imply are left out. `tests/test_architecture.py` compares the committed picture with the drawn one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CELL = 190
 def rooms() -> dict[str, Path]:
     inside = {path.name: path for path in sorted((ROOT / "lit_dpret").iterdir()) if path.is_dir()}
     found = {name: path for name, path in inside.items() if (path / "__init__.py").exists() and not path.is_symlink()}
-    # The statistics of an audit stand on the ground floor, below the attacks that use them: a room of their own.
+    # The statistics of an audit are on the ground floor, below the attacks that use them, so they count as a package.
     return found | {name: ROOT / name for name in TOP} | {STATISTICS: ROOT / "lit_dpret" / "audit" / "statistics"}
 
 
@@ -48,10 +48,10 @@ def imports(found: Mapping[str, Path]) -> dict[str, set[str]]:
 
 
 def floors(edges: Mapping[str, set[str]]) -> dict[str, int]:
-    """How many rooms lie below each room, along the longest way down.
+    """Return the number of packages below each package, along the longest path of imports.
 
     Raises:
-        ValueError: Rooms import each other in a circle.
+        ValueError: Packages import each other in a cycle.
     """
     height: dict[str, int] = {}
 

@@ -1,7 +1,7 @@
-"""Draw what the quickstart ends with, its table and its card: ``python scripts/draw_quickstart.py`` writes the picture.
+"""Draw the results table and the card of the quickstart: ``python scripts/draw_quickstart.py`` writes the picture.
 
-With the folder of a run, ``python scripts/draw_quickstart.py runs/quickstart``, the numbers are first taken from there
-into ``docs/assets/quickstart.json``. A test compares the committed picture with what this draws.
+Given a run folder, ``python scripts/draw_quickstart.py runs/quickstart`` first copies the numbers from there into
+``docs/assets/quickstart.json``. A test compares the committed picture with the drawn one.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     pip install "lit-dpret[quickstart,hf]" accelerate
     python scripts/public_cross_encoder.py --pairs FOLDER FILE --out runs/cross_encoder
 
-For machines without a hub: where there is one, take a cross-encoder that learned from a hundred times as many pairs
-(`task.teacher=cross-encoder/ms-marco-MiniLM-L6-v2`). Pairs are public questions with their passages, a folder in BEIR's
-layout or a file as `datamodule.pairs` takes it; of a folder the train split is read. Negatives are passages that the
-encoder confuses with the right one. No private query may be among them: nothing here checks that, and `task.teacher`
-declares it.
+Use it on machines without a hub. With a hub, prefer a cross-encoder that was trained on a hundred times as many pairs
+(`task.teacher=cross-encoder/ms-marco-MiniLM-L6-v2`). Pairs are public questions with their passages: a folder in BEIR's
+layout, whose train split is read, or a file in the format of `datamodule.pairs`. Negatives are passages that the
+encoder ranks near the question but that do not answer it. No private query may be among the pairs. Nothing here checks
+that; `task.teacher` declares it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.errors import ConfigurationError
 
-# The loss compares with the softmax of the labels: so far from 0, that is the right passage alone. Labels of 1 and 0
-# would teach margins of 1 at most.
+# The loss compares with the softmax of the labels; this far from 0, it selects the right passage alone. Labels of 1
+# and 0 would teach margins of at most 1.
 _RIGHT = 10.0
 
 
@@ -51,7 +51,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def questions(source: Path, encoder: SentenceTransformer, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Questions, each with a right passage and some that are near it."""
+    """Yield questions, each with a right passage and some wrong ones that are near it."""
     coins = random.Random(args.seed)
     data = PairsDataModule(**{"folder" if source.is_dir() else "pairs": source}, passages_are_public=True)
     data.setup("fit")

@@ -1,10 +1,10 @@
-"""Write docs/scale.md: what the large runs would take, by arithmetic on published shapes and on rates measured here.
+"""Write docs/scale.md: the cost of large runs, computed from published shapes and from rates measured here.
 
     python scripts/scale_sheet.py
 
-Operations and bytes are counted from the models' shapes, encoding and search go by
-the rates in benchmarks/results, and what a GPU would do rests on its maker's numbers and one assumption, which the page
-names. What is said stands in scale.md beside this file.
+Operations and bytes are counted from the models' shapes. Encoding and search use the rates in benchmarks/results. GPU
+times use the vendor's numbers and one assumption, which the page states. The text of the page is in scale.md next to
+this file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DIM = 768
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train T5-XL on so many GPUs."""
+    """One way to train T5-XL on ``world`` GPUs."""
 
     label: str
     lora: bool
@@ -94,7 +94,7 @@ def parts_rows(device_name: str) -> list[list[str]]:
 
 
 def engines_rows(device_name: str) -> list[list[str]]:
-    """Return the same step by the engine of its norms and sums: products at their peak and assumed, and the whole."""
+    """Return the products at their peak and assumed rates, and the whole step, for each engine of norms and sums."""
     model, found = outline("google-t5/t5-3b"), []
     for engine in ("ghost", "ghost_tf32", "ghost_bf16"):
         told = predicted(model, device_name, 8, "fsdp", engine)
@@ -145,7 +145,7 @@ _LABELS = {
 
 
 def validation_rows() -> list[list[str]]:
-    """What slices told over what was measured, for each case of benchmarks/plan_cost.py that was run."""
+    """Return predicted over measured values for each case of benchmarks/plan_cost.py that was run."""
     path = ROOT / "benchmarks" / "results" / "plan_cost_cpu.json"
     rows = []
     for case, found in json.loads(path.read_text(encoding="utf-8"))["cases"].items():
@@ -161,7 +161,7 @@ def validation_rows() -> list[list[str]]:
 
 
 def by_block_facts() -> dict[str, str]:
-    """What benchmarks/fsdp_memory.py counted on ranks of a scaled-down T5-XL, and its law for the real one."""
+    """Return what benchmarks/fsdp_memory.py counted on ranks of a scaled-down T5-XL, and its law for the real one."""
     path = ROOT / "benchmarks" / "results" / "fsdp_scaling_cpu.json"
     found = json.loads(path.read_text(encoding="utf-8"))["rows"]
     rows, beyond = [], "counted_{}_beyond_share_in_blocks".format
@@ -214,7 +214,7 @@ def update_bytes() -> float:
 
 
 def page() -> str:
-    """The whole of docs/scale.md."""
+    """Return the whole of docs/scale.md."""
     rates = encoding_rates()
     gpus = ["GPUs", "how", "while clipping, each, without rows", "peak of an update, each", "rows at once", "a step"]
     passages = ["passages", "encode, 1 core", "encode, 64 cores", "float32", "float16", "64-byte codes"]

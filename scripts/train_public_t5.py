@@ -2,10 +2,10 @@
 
     python scripts/train_public_t5.py --data ../shared/data --out public_t5 --minutes 30
 
-The model learns, from text whose licence lets weights be published, to write a question about a passage:
-the prior from which a private fine-tuning starts. It sees no private query, and publishes a hash of every
-question it saw so that anyone can check (`lit_dpret.assets.overlap`). A run that was killed goes on from
-its last checkpoint when the same command is given again.
+The model learns to write a question about a passage, from text whose licence allows publishing the weights.
+Private fine-tuning starts from this prior. Training uses no private query, and publishes a hash of every
+question used so that anyone can check (`lit_dpret.assets.overlap`). To resume a killed run from its last
+checkpoint, repeat the same command.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from transformers import T5ForConditionalGeneration  # noqa: E402
 from lit_dpret.assets.overlap import HASH_FILE, write_hashes  # noqa: E402
 from lit_dpret.errors import ConfigurationError, LitDpretError  # noqa: E402
 
-# Share of a draw by source; a source with few texts gets little, so that none is shown too often.
+# The share of each source in a draw; sources with few texts have a small share, so that none is repeated too often.
 SHARES = {
     "squad": 1.0, "squad-unanswerable": 0.25, "squad-sentences": 1.0, "usagov": 0.3, "medquad": 0.45,
     "novels": 0.08, "eltec": 0.07, "state_union": 0.05, "inaugural": 0.01,
@@ -82,7 +82,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def gather(chosen: argparse.Namespace) -> tuple[tasks.Mixture, dict[str, list[sources.Pair]]]:
-    """The training mixture, and the held-out pairs by set: the dev splits of SQuAD (articles) and MedQuAD (foci)."""
+    """Return the training mixture, and the held-out pairs: the dev splits of SQuAD (articles) and MedQuAD (foci)."""
     pairs = sources.squad(chosen.data, ("train", "test")) + sources.medquad(chosen.data, ("train", "test"))
     prose = sources.prose(chosen.data)
     for name in ("squad", "medquad"):
@@ -98,9 +98,9 @@ def gather(chosen: argparse.Namespace) -> tuple[tasks.Mixture, dict[str, list[so
 
 
 def vocabulary_lines(mixture: tasks.Mixture, limit: int = 6_000) -> list[str]:
-    """Text for the vocabulary: every real question twice, and up to `limit` passages of each source.
+    """Return text for the vocabulary: every real question twice, and up to `limit` passages of each source.
 
-    The small sources that speak of health, law and money are repeated, so that their words become pieces.
+    The small sources on health, law and money are repeated, so that their words become pieces.
     """
     questions = [pair.question for pair in mixture.pairs] + mixture.questions_alone
     lines = questions * 2

@@ -1,10 +1,10 @@
-"""Write ``constraints.txt``: the versions that the tests of this environment ran with, one pin a line.
+"""Write ``constraints.txt``: the versions that the tests of this environment ran with, one pin per line.
 
     python scripts/write_constraints.py
 
-It pins the dependencies of this project and of the extras below, and what those depend on in turn. The other extras are
-not in the environment of the tests (``faiss-gpu`` excludes ``faiss-cpu``, ``tpu`` this torch), so that no version of
-them was tried. Install by it with ``pip install -c constraints.txt "lit-dpret[quickstart]"``.
+It pins the dependencies of this project and of the extras below, and their dependencies in turn. The other extras are
+not in the test environment (``faiss-gpu`` excludes ``faiss-cpu``, ``tpu`` excludes this torch), so no version of them
+was tested. To use it, run ``pip install -c constraints.txt "lit-dpret[quickstart]"``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def requirements(extras: Iterable[str]) -> list[Requirement]:
 
 
 def pins(wanted: Iterable[Requirement]) -> dict[str, str]:
-    """The installed version of each package that ``wanted`` leads to, by name; public versions, without a build.
+    """Return the installed public version (without a build) of every package that ``wanted`` requires, by name.
 
     Raises:
-        SystemExit: One that is asked for is not installed.
+        SystemExit: A required package is not installed.
     """
     found: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()

@@ -1,7 +1,7 @@
-"""What a warm-up is worth, on pairs it did not see: the loss per token, and how much it copies.
+"""Measure a warm-up on pairs it did not see: the loss per token, and how much it copies.
 
-The copy rate is the share of the content words of the generated questions that occur in the passage they
-were asked about. The control asks the same of another pair's passage: what is left there is chance and habit.
+The copy rate is the share of the generated questions' content words that occur in the passage they are about.
+The control uses another pair's passage instead: the rate left there is chance and habit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from public_t5.training import MAX_SOURCE, MAX_TARGET, batches, encode
 
 
 def held_out(pairs: Sequence[Pair], count: int, seed: int = 0) -> list[Example]:
-    """`count` of the pairs as fixed examples, the passage cut around its anchor."""
+    """Return `count` of the pairs as fixed examples, the passage cut around its anchor."""
     rng = random.Random(f"held out {seed}")
     chosen = rng.sample(list(pairs), min(count, len(pairs)))
     return [
@@ -40,7 +40,7 @@ def held_out(pairs: Sequence[Pair], count: int, seed: int = 0) -> list[Example]:
 def token_loss(
     model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]
 ) -> float:
-    """Mean negative log-likelihood (nats) of a target token, `</s>` included, in float32."""
+    """Return the mean negative log-likelihood (nats) of a target token, `</s>` included, in float32."""
     model.eval()
     total = tokens = 0.0
     for batch in batches(encode(tokenizer, examples, MAX_SOURCE, MAX_TARGET), 4096):
@@ -60,7 +60,7 @@ def ask(
     seed: int = 0,
     batch: int = 32,
 ) -> list[str]:
-    """A question for each input: greedy when `top_p` is None, otherwise nucleus sampling."""
+    """Return a question for each input: greedy if `top_p` is None, otherwise by nucleus sampling."""
     model.eval()
     torch.manual_seed(seed)
     options = {"do_sample": False, "num_beams": 1} if top_p is None else {"do_sample": True, "top_p": top_p, "top_k": 0}
@@ -76,7 +76,7 @@ def ask(
 
 
 def copy_rate(questions: Sequence[str], texts: Sequence[str]) -> float:
-    """The share of the questions' content words that occur in the text of the same index."""
+    """Return the share of the questions' content words that occur in the text of the same index."""
     found = total = 0
     for question, text in zip(questions, texts, strict=True):
         there = set(content_words(text))
@@ -88,7 +88,7 @@ def copy_rate(questions: Sequence[str], texts: Sequence[str]) -> float:
 
 @dataclass(frozen=True)
 class Measures:
-    """Of one held-out set."""
+    """Measurements on one held-out set."""
 
     pairs: int
     loss: float
@@ -108,7 +108,7 @@ def measure(
     asked: int = 200,
     shown: int = 5,
 ) -> Measures:
-    """Loss on all examples; copy rates on the first `asked`; `shown` nucleus samples (passage, sample, reference)."""
+    """Return loss on all examples, copy rates on the first `asked`, and `shown` nucleus samples with references."""
     texts = [e.text.removeprefix(PROMPT) for e in examples[:asked]]
     greedy = ask(model, tokenizer, [PROMPT + t for t in texts], top_p=None)
     nucleus = ask(model, tokenizer, [PROMPT + t for t in texts], top_p=0.8)
@@ -136,7 +136,7 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> Path:
 
     Args:
         folder: The exported model with its question hashes.
-        facts: What ``train_public_t5.py`` measured at its end.
+        facts: The measurements at the end of ``train_public_t5.py``.
     """
     settings, held_out = facts["settings"], facts["held_out"]
     shape = ("d_model", "d_ff", "heads", "layers", "vocabulary", "learning_rate", "batch_tokens")
@@ -181,10 +181,10 @@ def _samples(found: Mapping[str, Any]) -> str:
 def export(
     model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, vocabulary: Path, folder: Path
 ) -> None:
-    """Write the model into `folder`, file by file by rename, so that a reader never meets half a file.
+    """Write the model into `folder`, renaming each file into place, so that a reader never sees half a file.
 
     The embedding, which the head shares, is stored once. The config asks for float32, so loading widens the
-    weights; rounding them to float16 once is all that is lost.
+    weights; only one rounding to float16 is lost.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as name:

@@ -1,6 +1,6 @@
-"""Public text with a licence that lets weights be published, as (passage, question) pairs and prose.
+"""Public text with a licence that allows publishing weights, as (passage, question) pairs and prose.
 
-Each reader says under which licence its text is. Left out on purpose, though the data folder has them:
+Each reader states the licence of its text. These are left out on purpose, though the data folder has them:
 WikiQA and MS MARCO (research or non-commercial terms), the TREC Million Query log (research use), Brown,
 Reuters and webtext (non-commercial or unclear), OpenStax (the sample mixes CC BY with CC BY-NC-SA books and
 does not say which is which), and everything of InsuranceQA, whose passages and questions are never opened.
@@ -53,12 +53,12 @@ def clean(text: str) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """The text cut after . ! ? before a capital; good enough to choose windows."""
+    """Return the text split after . ! ? before a capital; good enough to choose windows."""
     return [s for s in _SENTENCE.split(_SPACE.sub(" ", text).strip()) if s]
 
 
 def window(text: str, anchor: str, rng: random.Random, max_words: int) -> str:
-    """Whole sentences around the one that holds `anchor`, up to `max_words` words; the head when it is absent."""
+    """Return whole sentences around the one with `anchor`, up to `max_words` words; from the start without it."""
     parts = sentences(text)
     if not parts:
         return ""
@@ -90,7 +90,7 @@ def _qrels(folder: Path, split: str) -> list[tuple[str, str]]:
 
 
 def squad(data: Path, splits: tuple[str, ...]) -> list[Pair]:
-    """SQuAD development set, our article splits. CC BY-SA 4.0."""
+    """Return pairs of the SQuAD development set, in our splits by article. CC BY-SA 4.0."""
     folder = data / "squad_dev"
     passages = {row["_id"]: row["text"] for row in _jsonl(folder / "corpus.jsonl.gz")}
     queries = {row["_id"]: row for row in _jsonl(folder / "queries.jsonl.gz")}
@@ -106,7 +106,7 @@ def squad(data: Path, splits: tuple[str, ...]) -> list[Pair]:
 
 
 def squad_sentences(folder: Path) -> list[Pair]:
-    """Sentence and question pairs of SQuAD's training articles as github.com/xinyadu/nqg ships them. CC BY-SA 4.0."""
+    """Return sentence and question pairs of SQuAD's training articles, from github.com/xinyadu/nqg. CC BY-SA 4.0."""
     marks = {"-lrb- ": "(", " -rrb-": ")", "-lsb- ": "[", " -rsb-": "]", "`` ": '"', " ''": '"', " n't": "n't"}
 
     def undo(line: str) -> str:
@@ -123,7 +123,7 @@ def squad_sentences(folder: Path) -> list[Pair]:
 
 
 def medquad(data: Path, splits: tuple[str, ...]) -> list[Pair]:
-    """NIH health answers and their templated questions, each template weighted by one over the root of its count.
+    """Return NIH health answers with their templated questions; a template's weight is 1 over the root of its count.
 
     CC BY 4.0.
     """
@@ -143,7 +143,7 @@ def medquad(data: Path, splits: tuple[str, ...]) -> list[Pair]:
 
 
 def usagov(folder: Path) -> tuple[list[Pair], list[str]]:
-    """usa.gov pages: sections as passages, their headings as questions; and the prose. Public domain (17 USC 105)."""
+    """Return pairs of usa.gov sections and their headings as questions; and the prose. Public domain (17 USC 105)."""
     pages = sorted(folder.glob("*.md"))
     if not pages:
         raise DataError(f"--usagov {folder} holds no .md page (folder usagov_md of the repository)")
@@ -171,13 +171,13 @@ def usagov(folder: Path) -> tuple[list[Pair], list[str]]:
 
 
 def questions_alone(data: Path) -> list[str]:
-    """Real questions without passages: Natural Questions (CC BY-SA 3.0) and TriviaQA (Apache-2.0)."""
+    """Return real questions without passages: Natural Questions (CC BY-SA 3.0) and TriviaQA (Apache-2.0)."""
     rows = _jsonl(data / "real_queries" / "queries.jsonl.gz")
     return [row["text"] for row in rows if row["source"] in QUESTION_LICENCES and 4 <= len(row["text"].split()) <= 18]
 
 
 def prose(data: Path) -> dict[str, list[str]]:
-    """Public-domain and CC BY prose by source, in chunks of at most about 250 words."""
+    """Return public-domain and CC BY prose by source, in chunks of at most about 250 words."""
     path = data / "pretrain_text" / "text.jsonl.zst"
     plain = path.with_suffix("")
     if plain.is_file():

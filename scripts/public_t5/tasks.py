@@ -1,12 +1,12 @@
 """From public text to (input, target) examples: four tasks that all serve "ask about this passage".
 
 real      passage -> its real question.
-salient   passage -> a question-shaped sentence made of the passage's most telling words: it teaches what a
-          good query must do, which is to copy the words that set this passage apart.
+salient   passage -> a question-shaped sentence of the passage's most distinctive words: it teaches to copy
+          the words that distinguish this passage, as a good query does.
 keywords  the content words of a real question, shuffled -> the question: how questions are worded.
 spans     span corruption as in T5 (Raffel et al. 2020, section 3.1.4), 15 percent, mean length 3.
 
-Every question any task can show is listed by `Mixture.questions`, so that its hash can be published.
+`Mixture.questions` lists every question that any task can show, so that its hash can be published.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def document_frequencies(passages: Sequence[str]) -> Counter[str]:
 
 
 def salient_terms(passage: str, frequencies: Counter[str], total: int, rng: random.Random) -> list[str]:
-    """Terms of one to three words, runs of content words in the passage, the most telling first (tf-idf, jittered)."""
+    """Return up to three terms of one to three adjacent content words, most distinctive first (tf-idf, jittered)."""
     tokens = re.findall(r"[a-z][a-z'-]*[a-z]|[a-z]|\d+|[.,;:!?()\"]", passage.lower())
     counts = Counter(t for t in tokens if t not in STOP_WORDS)
     runs: dict[str, float] = {}
@@ -84,7 +84,7 @@ def salient_terms(passage: str, frequencies: Counter[str], total: int, rng: rand
 
 
 def salient_question(passage: str, frequencies: Counter[str], total: int, rng: random.Random) -> str | None:
-    """A question-shaped sentence about the passage's most telling terms, or None where it has fewer than two."""
+    """Return a question-shaped sentence about the passage's most distinctive terms; None if it has fewer than two."""
     terms = salient_terms(passage, frequencies, total, rng)
     if len(terms) < min(_PATTERNS):
         return None
@@ -93,7 +93,7 @@ def salient_question(passage: str, frequencies: Counter[str], total: int, rng: r
 
 
 def corrupt_spans(text: str, rng: random.Random) -> tuple[str, str]:
-    """T5's span corruption over words: 15 percent in spans of mean length 3, at most `SENTINELS` - 1 of them."""
+    """Apply T5's span corruption to words: 15 percent in spans of mean length 3, at most `SENTINELS` - 1 spans."""
     words = text.split()
     spans = max(1, min(SENTINELS - 1, round(len(words) * 0.15 / 3)))
     starts = sorted(rng.sample(range(len(words)), min(spans, len(words))))
@@ -113,17 +113,17 @@ def corrupt_spans(text: str, rng: random.Random) -> tuple[str, str]:
 
 @dataclass
 class Mixture:
-    """The examples of one training run; `draw` makes them, the share of each task moving with the progress.
+    """The examples of one training run; `draw` returns some, with task shares that change with the progress.
 
     Args:
-        pairs: passages with real questions.
-        prose: passages without, by source; shares are per source, not per passage.
-        questions_alone: real questions without passages.
-        salient: how many pseudo questions to prepare (each shown once or twice).
-        start, end: weights of `TASKS` at progress 0 and 1, linear in between.
+        pairs: Passages with real questions.
+        prose: Passages without questions, by source; shares are per source, not per passage.
+        questions_alone: Real questions without passages.
+        salient: The number of pseudo questions to prepare (each shown once or twice).
+        start, end: Weights of `TASKS` at progress 0 and 1, linear in between.
 
-    Passages grow from `MIN_WORDS` to `MAX_WORDS` words over the first `GROWTH` of the run: from short inputs a
-    small model finds out within minutes that copying pays, and short inputs are cheap.
+    Passages grow from `MIN_WORDS` to `MAX_WORDS` words over the first `GROWTH` of the run. From short inputs a
+    small model learns within minutes that copying helps, and short inputs are cheap.
     """
 
     pairs: list[Pair]
@@ -171,7 +171,7 @@ class Mixture:
         return window(text, anchor, rng, words_at_most)
 
     def questions(self) -> list[str]:
-        """Every question that any task can show as a target or rebuild in its target."""
+        """Return every question that any task can show as a target or reconstruct in its target."""
         real = [pair.question for pair in self.pairs]
         return real + self.questions_alone + [example.target for example in self._salient]
 

@@ -1,8 +1,8 @@
 """Train on one core for a fixed time: batches by tokens, bf16 products, a learning rate that ends at zero.
 
-The schedule follows the clock and not the step count, so the run always ends annealed, on any machine and
-whatever else that machine does; the price is that two runs with one seed are alike, not identical.
-A checkpoint holds the elapsed time, so a killed run goes on with the time it had left.
+The schedule follows the clock, not the step count, so the run always ends annealed, whatever the speed and load of
+the machine. The price is that two runs with one seed are similar, not identical.
+A checkpoint holds the elapsed time, so a killed run continues with the time it had left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WARMUP, CHECKPOINT_EVERY = 0.03, 180.0
 
 
 def build_model(*, vocabulary: int, d_model: int, d_ff: int, heads: int, layers: int) -> T5ForConditionalGeneration:
-    """A T5 v1.0 (ReLU, tied embeddings, relative positions) with as many decoder as encoder layers."""
+    """Return a T5 v1.0 (ReLU, tied embeddings, relative positions) with equally many encoder and decoder layers."""
     config = T5Config(
         vocab_size=vocabulary, d_model=d_model, d_kv=d_model // heads, d_ff=d_ff, num_layers=layers,
         num_decoder_layers=layers, num_heads=heads, dropout_rate=0.0, feed_forward_proj="relu",
@@ -39,7 +39,7 @@ def build_model(*, vocabulary: int, d_model: int, d_ff: int, heads: int, layers:
 
 
 def collate(sources: Sequence[list[int]], targets: Sequence[list[int]]) -> Batch:
-    """Padded input_ids and attention_mask (rows, source tokens), labels (rows, target tokens; -100 is padding)."""
+    """Return padded input_ids and attention_mask (rows, source tokens), labels (rows, target tokens; padding -100)."""
     ids = pad_sequence([torch.tensor(source) for source in sources], batch_first=True)
     labels = pad_sequence([torch.tensor(target) for target in targets], batch_first=True, padding_value=-100)
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
@@ -48,7 +48,7 @@ def collate(sources: Sequence[list[int]], targets: Sequence[list[int]]) -> Batch
 def encode(
     tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], max_source: int, max_target: int
 ) -> list[tuple[list[int], list[int]]]:
-    """Token ids of each example, cut to `max_source` and `max_target` tokens, `</s>` kept."""
+    """Return the token ids of each example, truncated to `max_source` and `max_target` tokens, `</s>` kept."""
 
     def ids(texts: list[str], limit: int) -> list[list[int]]:
         return [list(row) for row in tokenizer(texts, truncation=True, max_length=limit)["input_ids"]]
@@ -59,9 +59,9 @@ def encode(
 
 
 def batches(rows: list[tuple[list[int], list[int]]], tokens: int) -> Iterator[Batch]:
-    """Rows sorted by length, cut where the padded tokens would pass `tokens`, a target token counted as three.
+    """Yield rows sorted by length, cut where the padded tokens would pass `tokens`; a target token counts as three.
 
-    (The vocabulary-wide product makes a target token that much dearer.)
+    (A target token costs that much more because of the product with the whole vocabulary.)
     """
     rows = sorted(rows, key=lambda row: (len(row[0]), len(row[1])))
     at = 0
@@ -77,7 +77,7 @@ def batches(rows: list[tuple[list[int], list[int]]], tokens: int) -> Iterator[Ba
 
 @dataclass
 class Progress:
-    """What a checkpoint needs besides weights and optimiser."""
+    """The state that a checkpoint needs besides weights and optimizer."""
 
     elapsed: float = 0.0
     steps: int = 0
@@ -90,16 +90,16 @@ class Progress:
 
 @dataclass
 class Trainer:
-    """Trains `model` on `mixture` for `seconds` of its own clock."""
+    """Train `model` on `mixture` for `seconds` of training time."""
 
     model: T5ForConditionalGeneration
     tokenizer: PreTrainedTokenizerFast
     mixture: Mixture
     seconds: float
-    checkpoint: Path  # where the run can be resumed from, written every `CHECKPOINT_EVERY` seconds
+    checkpoint: Path  # the file to resume from, written every `CHECKPOINT_EVERY` seconds
     seed: int = 0
-    # peak for the matrices; the embedding, whose entries are of order one in T5, may take `embedding_factor` times
-    # that.
+    # Peak rate for the matrices; that of the embedding, whose entries are of order one in T5, is `embedding_factor`
+    # times as high.
     learning_rate: float = 2e-3
     embedding_factor: float = 2.0
     batch_tokens: int = 2048  # padded source tokens in a batch
@@ -118,10 +118,10 @@ class Trainer:
         )
 
     def resume(self, settings: dict[str, Any]) -> bool:
-        """Take up the checkpoint if there is one; False when there is none.
+        """Load the checkpoint if there is one, else return False.
 
         Raises:
-            ResumeError: it was written under other settings.
+            ResumeError: The checkpoint was written under other settings.
         """
         if not self.checkpoint.is_file():
             return False
@@ -137,7 +137,7 @@ class Trainer:
         return True
 
     def save(self, settings: dict[str, Any]) -> None:
-        """Write the checkpoint; a crash leaves the former one whole."""
+        """Write the checkpoint; a crash leaves the previous one whole."""
         partial = self.checkpoint.with_suffix(".partial")
         torch.save(
             {
@@ -151,7 +151,7 @@ class Trainer:
         partial.replace(self.checkpoint)
 
     def _rate(self, done: float) -> float:
-        """The learning rate when the share `done` of the time has passed: up to a peak at `WARMUP`, down to 0 at 1."""
+        """Return the learning rate after the share `done` of the time: up to a peak at `WARMUP`, then down to 0 at 1."""
         return self.learning_rate * min(done / WARMUP, max(0.0, 1.0 - done) / (1.0 - WARMUP))
 
     def run(self, settings: dict[str, Any], log: Callable[[str], None]) -> None:
@@ -212,7 +212,7 @@ FREQUENCY, ONE = 0, 1
 
 
 def log_frequencies(targets: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
-    """Log of the smoothed count of each token in the targets, standardised: (vocabulary,)."""
+    """Return the log of the smoothed count of each token in the targets, standardised: (vocabulary,)."""
     counts = torch.zeros(vocabulary)
     for row in targets:
         counts += torch.bincount(torch.tensor(row), minlength=vocabulary)
@@ -223,12 +223,12 @@ def log_frequencies(targets: Sequence[Sequence[int]], vocabulary: int) -> Tensor
 
 @torch.no_grad()
 def write_circuits(model: T5ForConditionalGeneration, frequencies: Tensor, *, noise: float = 0.3) -> None:
-    """Write circuits into `model` that copy before it has learned anything; the rest keeps `noise` times its start.
+    """Write circuits into `model` that copy before any training; all other weights are scaled by `noise`.
 
-    What a query generator must do is to take telling words out of the passage. From random weights a small
-    T5 needs tens of thousands of steps to find the attention patterns for that; a budget of one hour of one core
-    has a few thousand. So the patterns are written in by hand and training starts from there, on all weights, in
-    the spirit of mimetic initialisation (Trockman and Kolter 2023, section 3). No data is involved but token counts.
+    A query generator must copy distinctive words from the passage. From random weights a small T5 needs tens of
+    thousands of steps to find the attention patterns for that; a budget of one hour on one core allows a few thousand.
+    The patterns are therefore written by hand, and training of all weights starts there, in the spirit of mimetic
+    initialisation (Trockman and Kolter 2023, section 3). The only data used are token counts.
     """
     config = model.config
     width, heads, size = config.d_model, config.num_heads, config.d_kv
@@ -246,7 +246,7 @@ def write_circuits(model: T5ForConditionalGeneration, frequencies: Tensor, *, no
     table[:, FREQUENCY] = frequencies
     table[:, ONE] = 1.0
 
-    # Encoder head 0 looks one token back and writes what it sees, rotated, beside the token itself.
+    # Encoder head 0 looks one token back and adds what it sees, rotated, to the token's own stream.
     back, beside = rotation(), rotation()
     look = model.encoder.block[0].layer[0].SelfAttention
     look.relative_attention_bias.weight[1, 0] = 6.0
@@ -255,9 +255,9 @@ def write_circuits(model: T5ForConditionalGeneration, frequencies: Tensor, *, no
     look.v.weight[:size] = back
     look.o.weight[:, :size] = beside.T * (width / size) ** 0.5
 
-    # Cross-attention of the last decoder block: head 0 looks for the place whose previous token is the one just
-    # written (so copies go on), the other heads look at rare tokens; what they see is passed on as it is, and raises
-    # its own probability, as the embedding is tied to the head.
+    # Cross-attention of the last decoder block: head 0 looks for the position whose previous token is the one just
+    # written (so copies continue), the other heads look at rare tokens. What they see is passed on unchanged and raises
+    # its own probability, because the embedding is tied to the head.
     cross = model.decoder.block[-1].layer[1].EncDecAttention
     cross.v.weight.mul_(noise).add_(identity[: heads * size])
     cross.o.weight.mul_(noise).add_(identity[:, : heads * size])
@@ -270,14 +270,14 @@ def write_circuits(model: T5ForConditionalGeneration, frequencies: Tensor, *, no
         cross.q.weight[head * size, ONE] = 0.5
         cross.k.weight[head * size, FREQUENCY] = -(0.5 + 0.25 * head)
 
-    # The first decoder block takes the current token back out of the stream: else a tied T5 repeats it.
+    # The first decoder block removes the current token from the stream; otherwise a tied T5 repeats it.
     forget = model.decoder.block[0].layer[-1].DenseReluDense
     forget.wi.weight.mul_(noise)
     forget.wo.weight.mul_(noise)
     forget.wi.weight[: 2 * width] = torch.cat([identity, -identity])
     forget.wo.weight[:, : 2 * width] = -0.8 * torch.cat([identity, -identity], dim=1)
 
-    # The last adds a constant to coordinate 0: else a T5, which has no biases, does not know unigrams.
+    # The last block adds a constant to coordinate 0; otherwise a T5, which has no biases, cannot represent unigrams.
     constant = model.decoder.block[-1].layer[-1].DenseReluDense
     constant.wi.weight[0] = 0.0
     constant.wi.weight[0, ONE] = 1.0

@@ -1,7 +1,7 @@
-"""A sentencepiece vocabulary of our own, and the same as a fast tokenizer that needs no hub.
+"""A custom sentencepiece vocabulary, and the same as a fast tokenizer that needs no hub.
 
 Contract: pad 0, `</s>` 1, `<unk>` 2; NFKC and case folding are part of the tokenizer, so "Deductible" and
-"deductible" are one; unseen characters fall back to bytes; `</s>` is appended; the last ids are the
+"deductible" are the same; unseen characters fall back to bytes; `</s>` is appended; the last ids are the
 `SENTINELS` marks of span corruption; `generate_query:` is one piece.
 """
 
@@ -32,7 +32,7 @@ def train_vocabulary(lines: Iterable[str], path: Path, size: int, threads: int) 
 
 
 def fast_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """The fast tokenizer that cuts text as the sentencepiece model at `path` does."""
+    """Return the fast tokenizer that splits text as the sentencepiece model at `path` does."""
     proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined,unused-ignore]
     proto.ParseFromString(path.read_bytes())
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
