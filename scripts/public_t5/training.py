@@ -151,7 +151,7 @@ class Trainer:
         partial.replace(self.checkpoint)
 
     def _rate(self, done: float) -> float:
-        """Return the learning rate after the share `done` of the time: up to a peak at `WARMUP`, then down to 0 at 1."""
+        """Return the learning rate after the share `done` of the time: up to a peak at `WARMUP`, down to 0 at 1."""
         return self.learning_rate * min(done / WARMUP, max(0.0, 1.0 - done) / (1.0 - WARMUP))
 
     def run(self, settings: dict[str, Any], log: Callable[[str], None]) -> None:
