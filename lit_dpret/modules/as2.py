@@ -1,7 +1,7 @@
 """The dual encoder of PDD-AS2 (paper 004, section 2): [CLS] of a question, mean of a sentence, and their dot product.
 
-It is a `DualEncoder` with two things changed: each side pools in its own way, with one backbone or with two, and
-embeddings keep their length. Passages are sentences here.
+It differs from `DualEncoder` in two ways: each side has its own pooling, with one backbone or with two, and embeddings
+keep their length. Passages are sentences here.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lit_dpret.privacy.modes import PrivacyMode
 class AS2DualEncoder(DualEncoder):
     """Embed questions and sentences in one space, compared by the dot product.
 
-    Stage 1 trains both sides (``towers=shared``: one transformer, as the paper leaves open; or ``separate``). Stage 2
-    freezes the sentence side (``towers=separate, passage_tower=frozen``) and trains the question side alone; with
+    Stage 1 trains both sides (``towers=shared``: one transformer, which the paper leaves open; or ``separate``). Stage
+    2 freezes the sentence side (``towers=separate, passage_tower=frozen``) and trains the question side alone. With
     ``passage_cache_dir``, or a source that searches, sentences are then embedded once.
 
     Guarantees:
@@ -38,14 +38,15 @@ class AS2DualEncoder(DualEncoder):
 
     Args:
         privacy: ``none``, ``dp_sgd`` or ``synthetic``. The other modes' bounds are for the cosine.
-        optimizer: Name, learning rate and schedule; the paper's is AdamW at 3e-5.
-        encoder: As for `DualEncoder`, and so are the next five; the paper's is ``distilbert-base-uncased``.
+        optimizer: Name, learning rate and schedule; the paper uses AdamW at 3e-5.
+        encoder: As for `DualEncoder`, like ``config``, ``tokenizer``, ``towers``, ``passage_tower`` and
+            ``passage_cache_dir``; the paper uses ``distilbert-base-uncased``.
         negatives: As for `DualEncoder`; null for the other sentences of the batch.
         query_pooling: ``cls``, ``mean`` or ``max``.
-        passage_pooling: The same, of a sentence.
+        passage_pooling: The same, for a sentence.
         temperature: Divides the dot product; the paper has none, which is 1.
-        max_query_length: Tokens of a question that are read.
-        max_passage_length: Tokens of a sentence that are read.
+        max_query_length: The maximum number of tokens of a question.
+        max_passage_length: The maximum number of tokens of a sentence.
         gradient_checkpointing: Recompute activations to save memory.
         log_private_loss: Log the training loss although it is an unaccounted release.
 
@@ -82,7 +83,7 @@ class AS2DualEncoder(DualEncoder):
         own = ("self", "__class__", "query_pooling", "passage_pooling")
         super().__init__(**{name: value for name, value in settings.items() if name not in own})
         self.keep_settings(settings)
-        # Frozen by whoever made the encoder, and so in no message: the same in every module that starts from it.
+        # Parameters frozen in the given encoder are in no message: they are equal in every module that starts from it.
         self._never_trained = frozenset(
             f"{side}.{name}"
             for side in ("encoder", "passage_encoder")
@@ -101,7 +102,7 @@ class AS2DualEncoder(DualEncoder):
         return self.represent(features, side)
 
     def put_global(self, weights: Mapping[str, Tensor]) -> None:
-        """Set both sides to weights that `take_weights` took from a stage-1 module; refuse those of another model."""
+        """Set both sides to the weights that `take_weights` took from a stage-1 module; refuse another model's."""
         sides = (("encoder", self.encoder), ("passage_encoder", self.passage_encoder))
         for side, tower in sides:
             if tower is None:

@@ -1,8 +1,8 @@
 """`DualEncoder`: transformers that embed queries and passages in one space, trained end to end.
 
-Where a query's negatives come from is the privacy mode's to say: the other rows of its (sub-)batch (``none``,
+The privacy mode determines where a query's negatives come from: the other rows of its (sub-)batch (``none``,
 ``synthetic``, ``batch_clip``, ``logit_dp``), copies of them (``per_example_duplicated``), or a public pool
-(``public_passages``). With in-batch negatives a query's gradient depends on who else was drawn, so that clipping it
+(``public_passages``). With in-batch negatives a query's gradient depends on the other queries drawn, so clipping it
 bounds nothing: ``dp_sgd`` is refused.
 """
 
@@ -54,29 +54,29 @@ class DualEncoder(PairModule):
     Args:
         privacy: The privacy mode.
         optimizer: Name, learning rate and schedule of the optimizer.
-        encoder: ``minilm``, ``public_t5``, a hub name, a model folder, or a ready `TextEncoder` whose own
-            lengths and prefixes then hold; null to build a new, untrained one from ``config``.
-        config: Fields of the Hugging Face config of a new encoder, ``model_type`` among them.
+        encoder: ``minilm``, ``public_t5``, a hub name, a model folder, or a ready `TextEncoder`, which keeps its own
+            lengths and prefixes; null to build a new, untrained one from ``config``.
+        config: Fields of the Hugging Face config of a new encoder, including ``model_type``.
         tokenizer: Folder or hub name of a new encoder's tokenizer.
         towers: ``shared``, one encoder for both sides, or ``separate``, two that start equal, or as a folder with
-            two has them.
-        passage_tower: ``trained``, or ``frozen`` where the towers are separate.
+            two stores them.
+        passage_tower: ``trained``, or ``frozen`` if the towers are separate.
         lora: Arguments of ``peft.LoraConfig`` (``r``, ``lora_alpha``, ``target_modules`` and so on): train
             low-rank adapters instead of the weights. Null trains all weights.
-        loss: A loss of the table of similarities (`lit_dpret.losses.pairs`), or `MarginMSELoss` for labelled
-            negatives, which then holds its own temperature; null for the softmax over the passages.
-        negatives: Sources of negatives (`lit_dpret.negatives`), listed or by name; null for what the privacy mode
-            takes by itself, the passages of the batch or a public pool. Others than ``in_batch`` go with the
-            softmax.
-        passage_cache_dir: Where the embeddings of a frozen passage tower are kept between runs, for ``negatives``
-            and `encode_passages`; they are made of passages alone. Null keeps none.
+        loss: A loss of the similarity matrix (`lit_dpret.losses.pairs`), or `MarginMSELoss` for labelled
+            negatives, either with its own temperature; null for the softmax over the passages.
+        negatives: Sources of negatives (`lit_dpret.negatives`), listed or by name; null for the default of the
+            privacy mode, the passages of the batch or a public pool. Sources other than ``in_batch`` need the
+            softmax, or ``labelled`` with `MarginMSELoss`.
+        passage_cache_dir: The folder that keeps embeddings of a frozen passage tower between runs, for ``negatives``
+            and `encode_passages`; they depend on passages alone. Null keeps none.
         temperature: Divides the cosine similarity in the softmax.
-        max_query_length: Tokens of a query that are read, special tokens among them.
+        max_query_length: The maximum number of tokens of a query, including special tokens.
         max_passage_length: The same for a passage.
-        query_prefix: Put before every query; null for what the encoder's folder says.
-        passage_prefix: Put before every passage; null for what the encoder's folder says.
+        query_prefix: A prefix for every query; null for that of the encoder's folder.
+        passage_prefix: A prefix for every passage; null for that of the encoder's folder.
         gradient_checkpointing: Recompute activations to save memory.
-        grad_cache_rows: Embed so many texts at a time, and once more for the gradient, so that a large batch
+        grad_cache_rows: Embed this many texts at a time, and once more for the gradient, so that a large batch
             needs the memory of a small one (`embed_in_chunks`); null embeds all together.
         log_private_loss: Log the training loss although it is an unaccounted release.
 
@@ -180,7 +180,7 @@ class DualEncoder(PairModule):
         self._grad_cache_rows = grad_cache_rows
 
     def _make_negatives(self, sources: Sources | None) -> StepNegatives | None:
-        """Return sources that ask for more than the privacy mode does by itself; None where there are none."""
+        """Return sources that do more than the privacy mode does by default; None if there are none."""
         if isinstance(self.loss, MarginMSELoss):
             listed = sources.values() if isinstance(sources, Mapping) else sources or ()
             if [source.name for source in listed] != ["labelled"]:
@@ -229,19 +229,19 @@ class DualEncoder(PairModule):
         data: Any = getattr(self.trainer, "datamodule", None)
         if stage != "fit" or data is None:
             return
-        # In every fit anew: an earlier one may have had other data, of which nothing counts what is kept.
+        # In every fit again: the data of an earlier fit may differ, and no claim of this one counts them.
         if self._pool is not None:
             self.learn_public_passages(data.public_passages())
         if self._negatives is not None:
             self.learn_negatives(TrainTexts.of(data), device=self.trainer.strategy.root_device)
 
     def learn_negatives(self, texts: TrainTexts, *, device: torch.device | None = None) -> None:
-        """Let the sources of negatives read the texts, encoding on ``device``; ``setup`` does it for the DataModule."""
+        """Let the sources of negatives read the texts, encoding on ``device``; ``setup`` calls this in a fit."""
         if self._negatives is not None:
             self._negatives.learn(self, texts, device)
 
     def learn_public_passages(self, passages: Mapping[str, str]) -> None:
-        """Set the public passages by id; ``setup`` does it for the Trainer's DataModule."""
+        """Set the public passages by id; ``setup`` calls this for the Trainer's DataModule."""
         listed = dict(sorted(passages.items()))
         self._pool_texts = list(listed.values())
         self._candidates = self._all_passages = None
@@ -249,14 +249,15 @@ class DualEncoder(PairModule):
             self._pool.learn(list(listed))
 
     def collate_rows(self, rows: list[Row]) -> dict[str, Any]:
-        """Return tokens of both sides, and which passages are right answers.
+        """Return the tokens of both sides, and which passages are correct answers.
 
         Returns:
             ``query`` and ``passage``, each with ``input_ids`` and ``attention_mask`` of shape
-            ``(rows, tokens)``, and ``answers``, booleans of shape ``(rows, rows)``; against a public pool
-            instead ``answers``, the places of the row's own and further positives in the public list,
-            ``(rows, most of them)``, filled up with -1. With sources of negatives it also holds what rows are
-            known by (`TrainTexts.keys`), and ``answers`` only against a pool.
+            ``(rows, tokens)``, and ``answers``, booleans of shape ``(rows, rows)``. Against a public pool,
+            ``answers`` are the indices of the row's own and other positives in the public list,
+            ``(rows, most of them)``, padded with -1. With sources of negatives the keys of the rows are added
+            (`TrainTexts.keys`), ``answers`` is present only against a pool, and ``passage`` only if its embedding is
+            not looked up.
         """
         negatives = self._negatives
         batch: dict[str, Any] = {"query": self.tower("query").tokenize([row.query for row in rows], "query")}
@@ -299,7 +300,7 @@ class DualEncoder(PairModule):
             "shared": self.passage_encoder is None,
         }
 
-    # -- candidates beside the batch ----------------------------------------------------------
+    # -- candidates besides the batch ---------------------------------------------------------
 
     def before_batch(self, batch: UnitBatch) -> None:
         """Choose the rows' negatives, and embed the public passages of a new step."""
@@ -327,14 +328,14 @@ class DualEncoder(PairModule):
     def _pool_embeddings(self, texts: list[str], chosen: Tensor | None) -> Tensor:
         if self._passage_cache_dir is None:
             return self.encode_passages(texts)
-        if self._all_passages is None:  # frozen: made once, and read in every other run
+        if self._all_passages is None:  # frozen: computed once, and read from the cache by later runs
             self._all_passages = self.encode_passages(self._pool_texts)
         return self._all_passages if chosen is None else self._all_passages[chosen]
 
     def per_row_loss(self, rows: dict[str, Any]) -> Tensor:
         """Return the loss of every row, ``(rows,)``: cross entropy in nats of its own passage among its candidates.
 
-        Under `MarginMSELoss` the squared error of its margins.
+        Under `MarginMSELoss`, return the squared error of its margins.
         """
         negatives = self._negatives
         if negatives is None and self._candidates is None:
@@ -370,7 +371,7 @@ class DualEncoder(PairModule):
         if self._negatives is not None and _NEGATIVES_KEY in checkpoint:
             self._negatives.of_rows.load_state_dict(checkpoint[_NEGATIVES_KEY], self.device)
 
-    # -- what comes out -----------------------------------------------------------------------
+    # -- encoding and export ------------------------------------------------------------------
 
     def encode_queries(self, texts: Sequence[str], *, progress: Any = None) -> Tensor:
         """Return embeddings of queries of length 1 on the CPU, ``(texts, dim)``; their dot product is the cosine."""
@@ -381,7 +382,7 @@ class DualEncoder(PairModule):
         return self.tower("passage").encode(texts, "passage", progress=progress, cache_dir=self._passage_cache_dir)
 
     def save_model(self, folder: str | Path) -> Path:
-        """Write the encoder, or both, as a sentence-transformers folder with its contract."""
+        """Write the encoder, or both encoders, as a sentence-transformers folder with its contract."""
         towers = []
         for tower in filter(None, (self.encoder, self.passage_encoder)):
             backbone = without_adapters(tower.backbone)
@@ -394,10 +395,10 @@ class DualEncoder(PairModule):
 def embed_in_chunks(embed: Callable[[Any], Tensor], features: Any, *, count: int, rows_at_once: int) -> Tensor:
     """Return embeddings of rows, ``(count, dim)``, storing activations for only ``rows_at_once`` rows at a time.
 
-    A contrastive loss needs the embeddings of all rows together, but not what the encoder remembered on the way to
-    them. This is GradCache (Gao et al., 2101.06983): a checkpoint around each chunk. Values and gradients are those of
-    embedding the chunks one after the other in one graph, dropout masks included, and the random state after a backward
-    pass is the one that was there before it. ``embed`` must not write any state.
+    A contrastive loss needs the embeddings of all rows together, but not the activations that led to them. This is
+    GradCache (Gao et al., 2101.06983): a checkpoint around each chunk. Values and gradients equal those of embedding
+    the chunks one after the other in one graph, dropout masks included. A backward pass leaves the random state as it
+    found it. ``embed`` must not write any state.
     """
     if not torch.is_grad_enabled():
         return torch.cat([embed(take_rows(features, part)) for part in rows_in_turn(count, rows_at_once)])

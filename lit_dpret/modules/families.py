@@ -1,8 +1,8 @@
 """The two families of language models that write queries: encoder-decoder and decoder-only.
 
-All that training has to know of a family is here: how a passage and its query become a row of tensors, and which
-logits are those of the query. A row's tokens are padded at the right, so that in a decoder-only model nothing real
-stands behind padding, and no mask is needed.
+This module has all that training needs to know of a family: how a passage and its query become a row of tensors, and
+which logits belong to the query. Tokens are padded on the right, so in a decoder-only model no real token follows
+padding, and no mask is needed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Features = dict[str, Tensor]
 class EncoderDecoder:
     """T5, BART and similar models: the encoder reads the passage, the decoder writes the query.
 
-    In both families ``logits`` of a row depend on that row alone, not on the other rows, nor on how far the batch was
-    padded, up to rounding.
+    In both families the ``logits`` of a row depend, up to rounding, on that row alone: not on other rows, nor on how
+    far the batch was padded.
     """
 
     default_prompt = "generate_query: "
@@ -43,13 +43,13 @@ class EncoderDecoder:
     def place(
         self, features: Features, places: Sequence[int], rows: int, *, source: int, target: int, pad: int
     ) -> Features:
-        """Return the features as ``rows`` rows, with those given at ``places`` and texts padded to full length.
+        """Return the features as ``rows`` rows, with the given ones at ``places`` and texts padded to full length.
 
-        ``source`` and ``target`` are the most tokens of a passage and of a query.
+        ``source`` and ``target`` are the maximum numbers of tokens of a passage and of a query.
         """
         attended = placed(features["attention_mask"], places, (rows, source), 0)
-        attended[:, 0] = 1  # also of a filled-in row: attention to nothing is not defined
-        # Added to the scores as it is: of a mask of zeros and ones, transformers would ask whether all are ones.
+        attended[:, 0] = 1  # also in filled-in rows: attention to nothing is undefined
+        # An additive mask: for a mask of zeros and ones, transformers would check whether all are ones.
         added = (1.0 - attended.float()) * torch.finfo(torch.float32).min
         return {
             "input_ids": placed(features["input_ids"], places, (rows, source), pad),
@@ -71,7 +71,7 @@ class EncoderDecoder:
 class DecoderOnly:
     """GPT-2, Llama, Qwen and similar models: one sequence, the prompt with the passage and then the query.
 
-    ``starts`` of shape ``(rows,)`` is where a passage's last token stands, which predicts the query's first.
+    ``starts`` of shape ``(rows,)`` is the index of a passage's last token, which predicts the query's first.
     """
 
     default_prompt = "Passage: {passage}\nQuestion: "
@@ -116,7 +116,7 @@ Family: TypeAlias = EncoderDecoder | DecoderOnly
 def only_at(head: nn.Module, places: Tensor) -> Iterator[None]:
     """Restrict the output layer to the hidden states at ``places``, ``(rows, query tokens)``.
 
-    Logits of a passage's tokens would take most of a step's memory, and nobody reads them.
+    Logits of a passage's tokens would take most of a step's memory, and are never used.
     """
 
     def gather(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -136,13 +136,13 @@ def family_of(config: PretrainedConfig) -> Family:
 
 
 def require_writer(model: PreTrainedModel, source: object) -> None:
-    """Refuse a model that cannot write token by token, by trying it on four tokens."""
+    """Refuse a model that cannot generate token by token, by trying it on four tokens."""
     ids = torch.tensor([[3, 5, 7, 3], [3, 5, 7, 5]]) % int(model.get_input_embeddings().num_embeddings)
     cache, was_training = DynamicCache(), model.training
     try:
         with torch.inference_mode():
             one, other = with_cache(model.eval(), cache, input_ids=ids.to(model.device)).logits[:, :-1].double()
-    except (IndexError, AttributeError, TypeError, ValueError):  # however a model fails that keeps something else
+    except (IndexError, AttributeError, TypeError, ValueError):  # models with another kind of cache fail in many ways
         cache.layers.clear()
     finally:
         model.train(was_training)
@@ -165,7 +165,7 @@ def with_cache(model: PreTrainedModel, cache: Cache, **inputs: Any) -> Any:
 
 
 def arguments_of(model: PreTrainedModel) -> Mapping[str, Any]:
-    """Return the arguments of the model's forward, behind adapters if it has any."""
+    """Return the arguments of the model's forward method, or of its base model's if it has adapters."""
     plain = getattr(model, "get_base_model", lambda: model)()
     return inspect.signature(type(plain).forward).parameters
 
@@ -182,7 +182,7 @@ def padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
 
 
 def placed(tensor: Tensor, places: Sequence[int], shape: tuple[int, int], filler: int) -> Tensor:
-    """Return a tensor of that shape with the rows of ``tensor`` at ``places``, otherwise full of ``filler``.
+    """Return a tensor of ``shape`` with the rows of ``tensor`` at ``places``, and ``filler`` elsewhere.
 
     Example:
         >>> placed(torch.tensor([[5, 6], [7, 0]]), [0, 2], (3, 3), 0).tolist()

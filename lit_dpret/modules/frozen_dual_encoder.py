@@ -1,8 +1,8 @@
 """A frozen encoder, and a linear head trained on private queries.
 
-Passages are public, so their embeddings are made once. With passages fixed, the softmax of a query over a *public*
-pool of them depends on no other query: the loss is a sum over queries, and plain DP-SGD protects each of them. The
-classical in-batch loss has no such form; it can be chosen here as well, to compare.
+Passages are public, so their embeddings are computed once. With fixed passages, the softmax of a query over a *public*
+pool of them does not depend on other queries: the loss is a sum over queries, and plain DP-SGD protects each of them.
+The classical in-batch loss has no such form; it is available here as well, for comparison.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _LOGITS_AT_ONCE = 8_000_000
 class FrozenDualEncoder(PairModule):
     """Linear heads on the embeddings of a frozen encoder.
 
-    A query's embedding e becomes W e, scaled to length 1; W starts as the identity, so that the
+    A query's embedding e becomes W e, scaled to length 1. W starts as the identity, so the
     untrained module is the encoder itself. Every text is encoded once.
 
     With ``head="query"`` passages keep their embeddings, and a query's loss is the softmax of its
     passage among a pool of public passages. **Under ``privacy=dp_sgd`` this rests on an assumption:**
-    the text of the passages and the list of them are public, and chosen without looking at the
+    the texts of the passages and their list are public, and were chosen without looking at the
     queries. Which passage answers which query is protected; that a passage exists is not. Then the
     loss is a sum over queries, for any pool size and temperature, and the sensitivity of its clipped
     gradient is ``max_grad_norm``.
 
-    Negatives from the batch couple the queries. They are what ``batch_clip``, ``per_example_duplicated``
-    and ``logit_dp`` bound, and what a head on the passage side (``both``: one of its own, ``shared``: the
-    same one) is trained with.
+    Negatives from the batch couple the queries. ``batch_clip``, ``per_example_duplicated`` and
+    ``logit_dp`` bound this coupling. A head on the passage side (``both``: a second head, ``shared``: the
+    same one) needs negatives from the batch.
 
     Guarantees:
         - Untrained, it ranks as the encoder does.
@@ -66,33 +66,35 @@ class FrozenDualEncoder(PairModule):
     Args:
         privacy: The privacy mode.
         optimizer: Name, learning rate and schedule of the optimizer.
-        encoder: ``minilm``, a hub name, a model folder, or a ready `TextEncoder` whose own lengths
-            and prefixes then hold. It must not have been trained on the private queries. From a folder that
-            `save_model` wrote with ``head="query"``, training goes on with that head, and with the lengths and
+        encoder: ``minilm``, a hub name, a model folder, or a ready `TextEncoder`, which keeps its own lengths
+            and prefixes. It must not have been trained on the private queries. From a folder that
+            `save_model` wrote with ``head="query"``, training continues with that head, and with the lengths and
             prefixes of that run.
-        head: ``query``, ``both`` for a head on either side, or ``shared`` for the same head on both.
-        head_dim: Let a head learn in so many principal directions of the public passages alone, and leave what
-            lies across them as it is; null for all directions. It has as many parameters as the square of this
-            number, so that noise, which grows by their root, has less to disturb.
-        negatives: From a public ``pool``, or from the ``batch``; ``auto`` takes what the privacy mode is for,
-            and where it is for both, the pool with ``head="query"`` and else the batch. Or the source ``labelled``.
-        loss: A loss of the table of similarities, for negatives from the batch; `MarginMSELoss` for labelled ones; null
+        head: ``query``, ``both`` for one head per side, or ``shared`` for the same head on both sides.
+        head_dim: The number of principal directions of the public passages in which a head learns; it leaves all
+            other directions unchanged. Null for all directions. A head has the square of this number of parameters,
+            and the noise grows with their square root.
+        negatives: From a public ``pool``, or from the ``batch``; ``auto`` takes the kind that the privacy mode is for
+            and, if it is for both, the pool with ``head="query"``, otherwise the batch. Or the source ``labelled``.
+        loss: A loss of the similarity matrix, for negatives from the batch; `MarginMSELoss` for labelled ones; null
             for the softmax.
-        pool_size: How many public passages a step draws as candidates; null for all of them.
+        pool_size: The number of public passages that a step draws as candidates; null for all of them.
         pool_seed: The seed of those draws; public.
         temperature: Divides the cosine similarity.
-        max_query_length: Tokens of a query that are read, special tokens among them.
+        max_query_length: The maximum number of tokens of a query, including special tokens.
         max_passage_length: The same for a passage.
-        query_prefix: Put before every query; null for what the encoder's folder says.
-        passage_prefix: Put before every passage; null for what the encoder's folder says.
-        cache_dir: Where embeddings are kept between runs; null keeps none. It holds embeddings of
-            private queries, from which their texts can be guessed: as private as the queries.
+        query_prefix: A prefix for every query; null for that of the encoder's folder.
+        passage_prefix: A prefix for every passage; null for that of the encoder's folder.
+        cache_dir: The folder that keeps embeddings between runs; null keeps none. It contains embeddings of
+            private queries, from which their texts can be guessed: it is as private as the queries.
         encode_batch_size: Texts per forward pass of the encoder. Under a guarantee each query is embedded apart.
         log_private_loss: Log the training loss although it is an unaccounted release.
 
     Raises:
         ConfigurationError: Two settings contradict each other, or the encoder cannot be found.
     """
+
+    #: Buffers that `prepare_texts` computes from public passages once the run has begun.
 
     #: Buffers that `prepare_texts` makes of public passages, once the run has begun.
     made_of_public = ("basis", "passage_embeddings")
@@ -187,7 +189,7 @@ class FrozenDualEncoder(PairModule):
         width = head_dim or tower.dim
         self.query_head = _identity(width) if trained is None else trained
         self.passage_head = _identity(width) if head == "both" else None
-        #: The directions that a head learns in, as columns; saved with the head, which means nothing without them.
+        #: The directions in which a head learns, as columns; saved with the head, which is meaningless without them.
         self.register_buffer("basis", None if head_dim is None else torch.zeros(tower.dim, head_dim))
         self.loss: Any = loss
         if loss is None:
@@ -208,9 +210,9 @@ class FrozenDualEncoder(PairModule):
     # -- texts to embeddings, once -----------------------------------------------------------
 
     def prepare(self, data: Any, *, progress: Progress | None = None) -> None:
-        """Encode public passages and train queries of a DataModule, or load them from the cache; ``setup`` calls it."""
+        """Encode the public passages and train queries of a DataModule, or read the cache; ``setup`` calls it."""
         queries = {row.query_id: row.query for row in data.pair_rows("train")}
-        passages = dict(sorted(data.public_passages().items()))  # one order: the cache knows the same set again
+        passages = dict(sorted(data.public_passages().items()))  # a fixed order, so that the cache recognises the set
         if self._labels is not None:  # fail early on an unreadable file
             self._labels.learn(data)
         self.prepare_texts(passages, queries, progress=progress)
@@ -218,12 +220,12 @@ class FrozenDualEncoder(PairModule):
     def prepare_texts(
         self, passages: Mapping[str, str], queries: Mapping[str, str] | None = None, *, progress: Progress | None = None
     ) -> None:
-        """Encode texts by id, or load them from the cache; candidate passages are public under ``dp_sgd``."""
+        """Encode texts by id, or read them from the cache; candidate passages must be public under ``dp_sgd``."""
         if not passages:
             raise DataError("There are no passages to encode.")
         self.passage_embeddings = self._frozen.learn(passages.values(), "passage", progress).to(self.device)
         self._pool.learn(list(passages))
-        if self.basis is not None and not self.basis.any():  # what a checkpoint brought is kept
+        if self.basis is not None and not self.basis.any():  # keep a basis that came from a checkpoint
             self.basis = principal_directions(self.passage_embeddings, self.basis.shape[1])
         if queries:
             self._frozen.learn(queries.values(), "query", progress)
@@ -235,13 +237,13 @@ class FrozenDualEncoder(PairModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         data: Any = getattr(self.trainer, "datamodule", None)
-        if stage == "fit" and data is not None:  # anew in every fit, since an earlier one may have had other data
+        if stage == "fit" and data is not None:  # again in every fit, since an earlier one may have had other data
             self.prepare(data)
 
     def encode_queries(self, texts: Sequence[str], *, progress: Progress | None = None, keep: bool = False) -> Tensor:
         """Return embeddings of queries after the head, of length 1, on the CPU, ``(texts, dim)``.
 
-        With ``keep`` the encoder's part is kept in ``cache_dir``, for other heads that are asked the same.
+        With ``keep`` the encoder's output is kept in ``cache_dir``, for other heads with the same queries.
         """
         return self._headed(self.query_head, self._frozen.encode(texts, "query", progress, keep=keep))
 
@@ -269,9 +271,9 @@ class FrozenDualEncoder(PairModule):
         """Look up the rows' embeddings.
 
         Returns:
-            ``query``, ``(rows, dim)``, and against a pool ``positive``, the place of each row's passage,
-            ``(rows,)``, and ``others``, the places of the query's further positives, ``(rows, most of
-            them)``, filled up with -1; with labels instead of ``others`` what the rows are known by; with negatives
+            ``query``, ``(rows, dim)``. Against a pool also ``positive``, the index of each row's passage,
+            ``(rows,)``, and ``others``, the indices of the query's other positives, ``(rows, most of
+            them)``, padded with -1. With labels the keys of the rows replace ``others``. With negatives
             from the batch ``passage``, ``(rows, dim)``, and ``answers``, booleans ``(rows, rows)``.
 
         Raises:
@@ -324,7 +326,7 @@ class FrozenDualEncoder(PairModule):
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         """Return the cross entropy in nats of each query's own passage among its candidates, ``(rows,)``.
 
-        Under `MarginMSELoss` the squared error of its margins.
+        Under `MarginMSELoss`, return the squared error of its margins.
         """
         if self.coupled_loss:
             return super().per_row_loss(rows)
@@ -354,14 +356,14 @@ class FrozenDualEncoder(PairModule):
         return (None, None) if chosen is None or place is None else (chosen.to(self.device), place.to(self.device))
 
     def save_model(self, folder: str | Path) -> Path:
-        """Write encoder and heads as a sentence-transformers folder with its contract."""
+        """Write the encoder and the heads as a sentence-transformers folder with its contract."""
         query, passage = (self._head_of(side) for side in get_args(Side))
         save_sentence_transformer(folder, self._with_head(query), self._with_head(passage))
         note_folder(self, folder)
         return Path(folder)
 
     def _with_head(self, head: nn.Linear | None) -> TextEncoder:
-        """Return the encoder with one linear map: the head, folded into the map that the encoder may have already."""
+        """Return the encoder with one linear map: the head, folded into the encoder's own map if it has one."""
         encoder = self.encoder
         if head is None:
             return encoder
@@ -388,7 +390,7 @@ def _takes_pool(negatives: Negatives, head: Head, privacy: PrivacyMode) -> bool:
 
 
 def principal_directions(embeddings: Tensor, count: int) -> Tensor:
-    """Return the orthonormal directions of largest mean square, the mean among them, as columns, ``(dim, count)``."""
+    """Return the orthonormal directions of largest mean square (not centred), as columns, ``(dim, count)``."""
     wide = embeddings.detach().double()
     _, directions = torch.linalg.eigh(wide.T @ wide)
     chosen: Tensor = directions.flip(1)[:, :count]
@@ -402,7 +404,7 @@ def _identity(dim: int) -> nn.Linear:
 
 
 def _trained_head(encoder: str | Path | TextEncoder) -> tuple[TextEncoder | None, nn.Linear | None]:
-    """Return the frozen encoder and the query head in a folder that `save_model` wrote; None of other encoders."""
+    """Return the frozen encoder and the query head of a folder that `save_model` wrote; None for other encoders."""
     if isinstance(encoder, TextEncoder) or not Path(encoder).expanduser().is_dir():
         return None, None
     query, passage = load_towers(encoder)
@@ -414,16 +416,16 @@ def _trained_head(encoder: str | Path | TextEncoder) -> tuple[TextEncoder | None
 
 
 Progress = Callable[[int, int], None]
-_AT_ONCE = 1024  # texts that are dealt out to places, where each is embedded apart
+_AT_ONCE = 1024  # texts per call of the encoder, which embeds each of them apart
 
 
 class FrozenTexts:
     """A frozen encoder and a cache of its embeddings, hidden from ``nn.Module``.
 
-    A pickle or copy of it knows the passages alone, and encodes queries anew.
+    A pickle or copy of it keeps only the passages, and encodes queries again.
     """
 
-    #: Deep copies that are made of a module to try something on it share this.
+    #: Deep copies of a module, made to try something on it, share this object.
     holds_texts = True
 
     def __init__(

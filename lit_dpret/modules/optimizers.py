@@ -1,15 +1,15 @@
 """Optimizers by name. Under a private mode they receive only noised gradients, so any optimizer is allowed.
 
-What arrives is the clipped sum plus noise, divided by a public constant. Nothing that an optimizer
-does with it costs privacy (post-processing); what differs is how well it copes with the noise:
+An optimizer receives the clipped sum plus noise, divided by a public constant. Whatever it does with
+that costs no privacy (post-processing); optimizers differ in how well they cope with the noise:
 
-* ``sgd``: DP-SGD (Abadi et al., 2016), with momentum over the noised gradients if asked for.
-* ``adam``, ``adamw``: DP-Adam (Li et al., 2021, 2110.05679): Adam fed with the noised gradient. Its
+* ``sgd``: DP-SGD (Abadi et al., 2016), optionally with momentum over the noised gradients.
+* ``adam``, ``adamw``: DP-Adam (Li et al., 2021, 2110.05679): Adam on the noised gradient. Its
   second moment is the squared gradient plus the variance of the noise.
 * ``adam_bc``: DP-AdamBC (Tang et al., 2023, 2312.14334): that variance is subtracted.
-* ``adafactor``: DP-Adafactor (Adafactor of Shazeer and Stern, 2018, 1804.04235, fed with the noised
+* ``adafactor``: DP-Adafactor (Adafactor of Shazeer and Stern, 2018, 1804.04235, on the noised
   gradient): second moments of matrices are kept as row and column averages, in which the noise of
-  many coordinates cancels out to its variance.
+  many coordinates averages out to its variance.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from lit_dpret.settings import require_choice, require_number
 class DPAdamBC(torch.optim.Optimizer):
     r"""DP-AdamBC (Tang, Shpilevskiy and Lécuyer, AAAI 2024, 2312.14334, Algorithm 1).
 
-    Adam divides by the root of an average of squared gradients. Of a noised gradient that average is the squared
-    gradient *plus the variance of the noise*: where noise dominates, DP-Adam is DP-SGD with momentum. The variance is
+    Adam divides by the root of an average of squared gradients. For a noised gradient that average is the squared
+    gradient *plus the variance of the noise*: if noise dominates, DP-Adam is DP-SGD with momentum. The variance is
     public, so it can be subtracted.
 
-    It sees the noised mean gradient :math:`\tilde g = (\sum_i \mathrm{clip}(g_i) + z) / B` with
-    :math:`z \sim N(0, \sigma^2 C^2)` and public constants only, so it is post-processing:
+    It reads only the noised mean gradient :math:`\tilde g = (\sum_i \mathrm{clip}(g_i) + z) / B` with
+    :math:`z \sim N(0, \sigma^2 C^2)` and public constants, so it is post-processing:
 
     .. math::
         m_t = \beta_1 m_{t-1} + (1 - \beta_1) \tilde g_t, \quad
@@ -45,15 +45,15 @@ class DPAdamBC(torch.optim.Optimizer):
     with the usual :math:`\hat m_t = m_t / (1 - \beta_1^t)` and :math:`\hat v_t = v_t / (1 - \beta_2^t)`.
 
     Args:
-        params: fp32 or float64 parameters; lower precision could not hold the difference.
+        params: fp32 or float64 parameters; lower precision could not represent the difference.
         lr: Learning rate :math:`\eta`.
         noise_std: :math:`\sigma C / B`, the standard deviation of the noise in each coordinate of the
-            gradient that arrives here.
+            gradient that it receives.
         betas: :math:`\beta_1, \beta_2`.
         min_second_moment: The floor :math:`\gamma'`, in squared units of the gradient. None for
-            :math:`(\sigma C / B)^2 \sqrt{2 (1 - \beta_2) / (1 + \beta_2)}`: the standard deviation of
-            :math:`\hat v` in the long run where the gradient is noise alone, below which the difference
-            cannot be told from zero. (This default is ours; the paper tunes an absolute constant.)
+            :math:`(\sigma C / B)^2 \sqrt{2 (1 - \beta_2) / (1 + \beta_2)}`: the long-run standard deviation of
+            :math:`\hat v` if the gradient is noise alone, below which the difference cannot be
+            distinguished from zero. (This default is ours; the paper tunes an absolute constant.)
         weight_decay: Decoupled, ``param *= 1 - lr * weight_decay``: added to the gradient, it would
             enter the second moment.
 
@@ -134,7 +134,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
     "sgd": torch.optim.SGD,
 }
-# Knobs that not every optimizer has, each with those that do.
+# Settings that not every optimizer has, each with the optimizers that do.
 _LARGEST_LR_OF_ADAM = 100.0
 _KNOBS: dict[str, tuple[str, ...]] = {
     "betas": ("adam", "adamw", "adam_bc"),
@@ -144,7 +144,7 @@ _KNOBS: dict[str, tuple[str, ...]] = {
     "clip_threshold": ("adafactor",),
     "beta2_decay": ("adafactor",),
 }
-# 1e-30 under the root, as in the paper (section 8); PyTorch's own 1.2e-7 also bounds the row averages
+# 1e-30 under the root, as in the paper (section 8). PyTorch's default 1.2e-7 also bounds the row averages
 # from below, and the squares of a noised mean gradient are often smaller than that.
 _ADAFACTOR_EPS = (1e-15, 1e-3)
 
@@ -159,19 +159,19 @@ class OptimizerSpec:
             parameter, and bounded by 1/sqrt(step).
         schedule: ``constant``, ``linear`` or ``cosine`` decay to zero over the planned steps.
         warmup_steps: Steps of linear warm-up.
-        weight_decay: Handed to the optimizer.
-        betas: Averages of ``adam``, ``adamw`` and ``adam_bc``; null keeps the optimizer's own.
+        weight_decay: Passed to the optimizer.
+        betas: Decay rates of the averages of ``adam``, ``adamw`` and ``adam_bc``; null for the optimizer's default.
         momentum: For ``sgd``.
-        eps: Denominator floor of ``adam`` and ``adamw``; for ``adafactor`` the root of the least second
-            moment. null keeps the optimizer's own.
-        min_second_moment: For ``adam_bc``: the floor of the second moment once the variance of the noise is
+        eps: The term added to the denominator of ``adam`` and ``adamw``; for ``adafactor`` the root of the smallest
+            second moment. null for the default (1e-15 for ``adafactor``).
+        min_second_moment: For ``adam_bc``: the floor of the second moment after the noise variance is
             subtracted; null derives it from that variance.
         clip_threshold: For ``adafactor``: the root mean square that an update is scaled down to,
             at least 1; null is 1.
         beta2_decay: For ``adafactor``: exponent of the decay of the second moment; null is -0.8.
 
     Raises:
-        ConfigurationError: A value is out of range, or a knob is set that the optimizer does not have.
+        ConfigurationError: A value is out of range, or the optimizer does not have a setting that is given.
     """
 
     name: str = "adam"
@@ -218,10 +218,10 @@ class OptimizerSpec:
         return self.name in self.needs_noise
 
     def build(self, parameters: Iterable[nn.Parameter], *, steps: int, noise_std: float = 0.0) -> Any:
-        """Return the optimizer of the parameters that are trained, or the pair (optimizer, scheduler) of Lightning.
+        """Return the optimizer of the trainable parameters, or Lightning's pair of optimizers and schedulers.
 
-        Those in half precision are optimized as float32 copies (`lit_dpret.distributed.handover`). ``steps`` are the
-        planned ones, 0 where unknown; ``noise_std`` is ``PrivacyMode.gradient_noise_std``, for ``adam_bc`` alone.
+        Parameters in half precision are optimized as float32 copies (`lit_dpret.distributed.handover`). ``steps`` is
+        the planned number, 0 if unknown; ``noise_std`` is ``PrivacyMode.gradient_noise_std``, for ``adam_bc`` alone.
         """
         chosen = [parameter for parameter in parameters if parameter.requires_grad]
         if not chosen:

@@ -1,4 +1,4 @@
-"""The base of all model families: what a subclass implements, and what it is asked for besides training."""
+"""The base of all model families: what a subclass implements, and what other parts of this package call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lit_dpret.privacy.state_watch import copy_parts
 from lit_dpret.privacy.user_generators import kept_generators
 from lit_dpret.settings import naming_arguments
 
-#: What the arguments are that `PrivateModule` needs, and where others belong.
+#: Help for arguments that `PrivateModule` needs, and for arguments that belong elsewhere.
 _ARGUMENTS = {
     "privacy": "the privacy mode, such as DPSGD(eps=3)",
     "per_row_loss": "write it as a method of your class, or give it to make_private with your module",
@@ -40,7 +40,7 @@ _ARGUMENTS = {
     "lr": "give optimizer=OptimizerSpec(name=..., lr=...)",
 }
 Reads = Literal["texts", "images"]
-#: What `PrivateModule.save_model` writes.
+#: The file that `PrivateModule.save_model` writes.
 WEIGHTS = "weights.pt"
 
 
@@ -54,48 +54,48 @@ def save_weights(state: dict[str, Any], folder: str | Path) -> Path:
 
 
 class PrivateModule(PrivateStep):
-    """Base of every trainable module, in this package or your own.
+    """Base of every trainable module, in this package or user-defined.
 
     Implement ``collate_rows(rows)`` and ``per_row_loss(rows)``. The loss of a row must depend on
-    that row and on public data alone; a module whose loss couples rows says so with
+    that row and on public data alone. A module whose loss couples rows declares
     ``coupled_loss = True`` and is refused by the per-example modes.
 
-    What happens in a fit, and what it guarantees, is said by `PrivateStep`.
+    `PrivateStep` documents what happens in a fit, and what it guarantees.
 
     Args:
         privacy: The privacy mode.
-        optimizer: Name, learning rate and schedule of the optimizer; None where ``configure_optimizers`` is overridden.
-        log_private_loss: Log the training loss, and what else is logged, although it is an unaccounted release.
+        optimizer: Name, learning rate and schedule of the optimizer; None if ``configure_optimizers`` is overridden.
+        log_private_loss: Log the training loss, and everything else, although it is an unaccounted release.
 
     Raises:
-        ConfigurationError: The optimizer corrects for noise, and the mode adds none; or one of them is something else.
+        ConfigurationError: The optimizer corrects for noise and the mode adds none, or an argument has the wrong type.
     """
 
     coupled_loss: bool = False
-    #: Whether sums and counts of a step are those of all ranks when the guard is asked; a module that says nothing is
-    #: trained on one process alone.
+    #: Whether the sums and counts of a step are reduced over all ranks before the guard is asked; a custom module that
+    #: does not declare this is trained on one process alone.
     adds_up_over_ranks: bool = True
-    #: Whether batches are filled up to a fixed shape for a compiler; None for XLA devices only. A module that
-    #: implements ``place_rows`` may say other than False. In low precision under a guarantee they are in any case.
+    #: Whether batches are padded to a fixed shape for a compiler; None for XLA devices only. A module that
+    #: implements ``place_rows`` may override False. In low precision under a guarantee they are padded in any case.
     fixed_shapes: bool | None = False
-    #: Features that may vary in width even in batches of fixed shape, such as lists of the places of right answers.
+    #: Features that may vary in width even in batches of fixed shape, such as lists of indices of correct answers.
     #: Only masks may be computed from them.
     ragged_features: Sequence[str] = ()
     #: Names of logged numbers, and of tensors that hooks write (such as a teacher), that depend on private rows only
     #: through the trained weights. Declared, not checked; the card says so.
     public_metrics: Sequence[str] = ()
     #: Whether a unit whose computation fails counts as zero instead of ending the run: for weights from an untrusted
-    #: party, to whom a failure could reveal private rows (`PhysicalBatches`). One that does not fit into memory counts
-    #: as zero under every guarantee.
+    #: party, to whom a failure could reveal private rows (`PhysicalBatches`). Under every guarantee, a unit that does
+    #: not fit into memory counts as zero.
     drops_failing_units: bool = False
-    #: Whether each block's weights are used by calls of its own modules alone, so that they may be gathered for these
-    #: and freed after them, where a strategy shards the weights.
+    #: Whether each block's weights are used only by calls of its own modules, so that a strategy that shards the
+    #: weights may gather them for these calls and free them afterwards.
     gathers_blocks: bool = False
-    #: Which functions may not read other rows, and what else can be done, for messages.
+    #: For messages: the functions that may not read other rows, and the alternative.
     way_out_of_coupling: str = (
         "collate_rows and per_row_loss; or declare coupled_loss = True and choose a mode for coupled losses"
     )
-    #: Which rows of this package's data ``collate_rows`` reads, so that others are refused; None says nothing.
+    #: The kind of this package's rows that ``collate_rows`` reads, so that others are refused; None does not check.
     reads: Reads | None = None
 
     @naming_arguments("PrivateModule", _ARGUMENTS)
@@ -137,20 +137,21 @@ class PrivateModule(PrivateStep):
         super().save_hyperparameters(*args, ignore=[*ignored, "privacy", "optimizer"], frame=frame, logger=logger)
 
     def collate_rows(self, rows: list[Row]) -> Any:
-        """Turn rows of text into the input of ``per_row_loss``: a dict of tensors, first axis rows.
+        """Turn rows into the input of ``per_row_loss``: a dict of tensors, whose first axis is the rows.
 
         It may draw from the global generators of torch, ``random`` and numpy. Under a guarantee it is then called for
-        the rows of one unit at a time, with coins of that unit, and every unit's tensors have the same shape per row.
+        the rows of one unit at a time, with that unit's random numbers, and every unit's tensors must have the same
+        shape per row.
         """
         raise UnsupportedModelError(f"{type(self).__name__} does not implement collate_rows(rows).")
 
     def examine_collation(self, rows: list[Row], others: list[Row]) -> None:
-        """Refuse a ``collate_rows`` that remembers: collate rows alone, after others and with others."""
+        """Refuse a ``collate_rows`` that keeps state: collate rows alone, after others and with others."""
         with self._replayable_dropout(0):
             self._couplings.compare_collations(self, rows, others)
 
     def examine_reading(self, reads: Sequence[Callable[[], list[Row]]]) -> None:
-        """Refuse learning rates that follow from which rows were read; each of ``reads`` gives other ones."""
+        """Refuse learning rates that depend on which rows were read; each of ``reads`` returns other rows."""
         if self._hides_rows:
             with self._replayable_dropout(0), Passes(self, KeptState(self), seed=0) as passes:
                 passes.compare_reading(reads)
@@ -158,8 +159,8 @@ class PrivateModule(PrivateStep):
     def place_rows(self, features: Any, places: Sequence[int], rows: int) -> Any:
         """Return features of a fixed shape: those of ``collate_rows`` at ``places``, among ``rows`` rows.
 
-        No size in the result may follow from ``features``, but for `ragged_features`. Rows that are filled in count for
-        nothing; copies of a unit's own first row replace them where that unit has rows.
+        No size in the result may depend on ``features``, except in `ragged_features`. Rows that are filled in do not
+        count; if a unit has rows, copies of its first row replace its filled-in ones.
         """
         raise UnsupportedModelError(f"{type(self).__name__} does not implement place_rows(features, places, rows).")
 
@@ -169,14 +170,14 @@ class PrivateModule(PrivateStep):
         return type(self).place_rows is not PrivateModule.place_rows
 
     def probe(self) -> Tensor | None:
-        """Return `probe_losses` in evaluation mode, without gradients; random streams and the mode stay as they are."""
+        """Return `probe_losses` in evaluation mode, without gradients; restore random streams and the mode."""
         with evaluation_mode(self), torch.no_grad(), kept_generators():
             return self.probe_losses()
 
     def probe_losses(self) -> Tensor | None:
-        """Return the losses of some rows that are no data, such as random tokens; None if the module has none.
+        """Return the losses of some rows that are not data, such as random tokens; None if the module has none.
 
-        A private run is refused, before its ledger opens, where all of them are NaN or infinite. Called in evaluation
+        A private run is refused, before its ledger opens, if all of them are NaN or infinite. Called in evaluation
         mode and without gradients.
         """
         made: Any = getattr(self, "longest_rows", None)
@@ -197,14 +198,14 @@ class PrivateModule(PrivateStep):
                 f"{type(self).__name__} has neither optimizer=OptimizerSpec(...) nor configure_optimizers, so it has "
                 "no optimizer. Define one of them."
             )
-        # The accountant attached the mode in its ``setup``, which Lightning runs before it asks for optimizers.
+        # The accountant attached the mode in its ``setup``, which Lightning runs before it builds optimizers.
         noise_std = self.privacy.gradient_noise_std if spec.uses_noise_std else 0.0
         return spec.build(self.parameters(), steps=max(0, self.trainer.max_steps), noise_std=noise_std)
 
     def configure_model(self) -> None:
         """Shard the parameters over the ranks, once, if the strategy shards (``trainer=fsdp``)."""
         if self._shards is None and self.device_mesh is not None:
-            from lit_dpret.distributed.fsdp import ShardedParameters  # not for runs on one process
+            from lit_dpret.distributed.fsdp import ShardedParameters  # not needed by runs on one process
 
             compute = torch.bfloat16 if str(self.trainer.precision) == "bf16-mixed" else None
             self._shards = ShardedParameters(self, self.device_mesh["data_parallel"], compute_dtype=compute)
@@ -216,7 +217,7 @@ class PrivateModule(PrivateStep):
         super().on_save_checkpoint(checkpoint)
 
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
-        """Return none; refuse settings that need Lightning's optimization, and name the replacement."""
+        """Return no callbacks; refuse settings that need Lightning's optimization, and name the replacement."""
         training = self._trainer is not None and self._trainer.state.fn == "fit"
         if training:
             self._refuse_other_data()
@@ -225,12 +226,12 @@ class PrivateModule(PrivateStep):
         return []
 
     def _refuse_other_data(self) -> None:
-        """Refuse what is not a DataModule in its place, before Lightning asks it for what only those have."""
+        """Refuse an object that is not a DataModule, before Lightning calls methods that it lacks."""
         trainer = self.trainer
         data: Any = getattr(trainer, "datamodule", None)
         if data is None or isinstance(data, LightningDataModule):
             return
-        trainer.datamodule = None  # type: ignore[attr-defined]  # Lightning would tell it of the error
+        trainer.datamodule = None  # type: ignore[attr-defined]  # otherwise Lightning reports the error to it
         if isinstance(data, type):
             raise ConfigurationError(
                 f"trainer.fit(datamodule={data.__name__}) is a class, and one of its objects is needed: "
@@ -244,14 +245,14 @@ class PrivateModule(PrivateStep):
     def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]] | None:
         """Return the token ids of texts, queries or passages; None if the module reads no tokens.
 
-        ``whole`` leaves the side's maximal length out: what differs then is cut.
+        With ``whole``, ids are not truncated to the side's maximal length: a difference shows what is cut.
         """
         return None
 
     def canary_scores(self, rows: Sequence[Row]) -> Tensor:
         """Return how well the model knows each row, higher for trained ones, float64 on the CPU; here minus the loss.
 
-        It is deterministic, and leaves the module in its mode. Of private rows the scores are as private as the rows.
+        This is deterministic, and restores the module's mode. Scores of private rows are as private as the rows.
         """
         with evaluation_mode(self), torch.no_grad():
             found = [-self.per_row_loss(features) for features in self.features_in_turn(rows)]

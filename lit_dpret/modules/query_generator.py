@@ -1,9 +1,9 @@
 """`QueryGenerator`: a language model that learns to write the query answered by a passage.
 
-Fine-tuned under DP-SGD it may write as many queries as one likes: they are post-processing (papers: "query-level
-privacy for deep retrieval", section 4). That holds only if the loss is a sum over units, so a row's loss is divided by
-its *own* number of target tokens. Hugging Face's loss divides by that of the whole batch: one long query would change
-the weight of all the others, and clipping each example would bound nothing.
+Fine-tuned under DP-SGD, it may write any number of queries: they are post-processing (papers: "query-level privacy for
+deep retrieval", section 4). That holds only if the loss is a sum over units, so a row's loss is divided by its *own*
+number of target tokens. Hugging Face's loss divides by the number in the whole batch: one long query would change the
+weight of all others, and clipping each example would bound nothing.
 """
 
 from __future__ import annotations
@@ -74,34 +74,34 @@ class QueryGenerator(PrivateModule):
             from ``config``.
         config: Fields of the Hugging Face config of a new model (``pretrained`` null).
         tokenizer: Hub name, folder or tokenizer; null for the one of ``pretrained``.
-        prompt: Put before every passage; or the text around it, with ``{passage}`` where it stands, as a decoder-only
-            model needs it. It is public. Null for the family's own: ``generate_query: ``, or
+        prompt: A prefix for every passage; or the text around the passage, which it marks by ``{passage}``, as a
+            decoder-only model needs it. It is public. Null for the family's own: ``generate_query: ``, or
             ``Passage: {passage}\nQuestion: ``.
         chat: Put the prompt into the tokenizer's chat template, as the user's turn.
         few_shot: Public examples that a decoder-only model reads before each passage: a file of JSON lines, or records,
-            with ``passage`` and ``query``. They are part of the prompt, which is published, and count in
-            ``max_passage_length``. A query of the run's own data is refused among them, and the card says that the
+            with ``passage`` and ``query``. They are part of the prompt, which is published, and count towards
+            ``max_passage_length``. A query of the run's own data is refused among them; the card says that the
             others were declared public.
-        max_passage_length: Tokens of prompt and passage together.
-        max_query_length: Tokens of a query.
+        max_passage_length: The maximum number of tokens of prompt and passage together.
+        max_query_length: The maximum number of tokens of a query.
         lower_case: Lower-case passages and queries.
-        dropout: Overrides the model's own rate; null keeps it.
-        trainable_patterns: Regular expressions; a parameter is trained where one of them matches
-            in its name, all others are frozen. Null trains everything.
+        dropout: Overrides the model's dropout rate; null keeps it.
+        trainable_patterns: Regular expressions; a parameter is trained if one of them matches in its
+            name, and all others are frozen. Null trains everything.
         lora: Arguments of ``peft.LoraConfig`` (``r``, ``lora_alpha``, ``target_modules`` and so on): train
             low-rank adapters instead of the weights; `save_model` merges them. Null trains the weights.
-        prompt_tuning: Settings of `PromptTuning` (``num_virtual_tokens`` and so on, called as peft calls them): train
-            virtual tokens before every passage instead of the weights; in what `save_model` writes they are rows of
-            the embeddings. Null trains the weights.
+        prompt_tuning: Settings of `PromptTuning` (``num_virtual_tokens`` and so on, named as in peft): train
+            virtual tokens before every passage instead of the weights; `save_model` writes them as rows of the
+            embeddings. Null trains the weights.
         loss_normalisation: ``mean`` over a row's own target tokens, or their ``sum``.
         gradient_checkpointing: Recompute activations to save memory.
-        fixed_shapes: Fill every physical batch up to ``datamodule.physical_batch_size`` units and every text to its
+        fixed_shapes: Pad every physical batch to ``datamodule.physical_batch_size`` units and every text to its
             maximal length, so that a compiler sees one shape; null for XLA devices only. It changes no update. In
-            low precision under a guarantee they are filled up whatever it says (docs/modes.md).
+            low precision under a guarantee, batches are padded in any case (docs/modes.md).
         log_private_loss: Log the training loss although it is an unaccounted release.
 
     Raises:
-        UnsupportedModelError: The model cannot be loaded, or does not write.
+        UnsupportedModelError: The model cannot be loaded, or cannot generate text.
         ConfigurationError: Two settings contradict each other.
     """
 
@@ -188,7 +188,7 @@ class QueryGenerator(PrivateModule):
 
     @staticmethod
     def outline(**settings: Any) -> GeneratorOutline:
-        """Return the outline of a generator with these arguments, for a plan; nothing is read or downloaded."""
+        """Return the outline of a generator with these arguments, for a plan, without loading any weight."""
         return GeneratorOutline.of_settings(**settings)
 
     @property
@@ -212,11 +212,11 @@ class QueryGenerator(PrivateModule):
             )
 
     def collate_rows(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Return tokens of the rows, padded to the longest of them.
+        """Return the tokens of the rows, padded to the longest row.
 
         Returns:
-            As its family has them: ``input_ids`` of passages, with ``attention_mask``, or of passages with their
-            queries; and ``labels`` of shape ``(rows, query tokens)`` with -100 where there is padding.
+            The features of the model's family: ``input_ids`` of passages, with ``attention_mask``, or of passages with
+            their queries and ``starts``; and ``labels`` of shape ``(rows, query tokens)``, padded with -100.
         """
         passages = self.codec.passages([row.passage for row in rows])
         queries = self.codec.queries([row.query for row in rows])
@@ -286,9 +286,10 @@ class QueryGenerator(PrivateModule):
         return whole_prompt(known, text, self.examples, chat=chat)
 
     def refuse_protected(self, data: Any, published: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Refuse a query of ``data`` in the prompt, its examples or other ``published`` texts, which are by setting.
+        """Refuse a query of ``data`` in the prompt, its examples or other ``published`` texts (by setting).
 
-        It is refused where it is such a text, or stands in one with four words or more; case and punctuation aside.
+        A query is refused if it equals such a text, or has at least four words and occurs in one. Case and punctuation
+        are ignored.
         """
         collection = getattr(data, "collection", None)
         if self.privacy.guarantee != "dp" or collection is None:
@@ -330,7 +331,7 @@ class QueryGenerator(PrivateModule):
                 )
 
     def _check_lengths(self, virtual: int = 0) -> None:
-        """Refuse texts, with so many ``virtual`` tokens before them, that are longer than the model has places for."""
+        """Refuse texts that, with ``virtual`` tokens before them, are longer than the model's positions allow."""
         model: Any = self.model
         passage, query = self.codec.contract.max_passage_length + virtual, self.codec.contract.max_query_length
         if self.codec.continues:
@@ -350,7 +351,7 @@ class QueryGenerator(PrivateModule):
                 )
 
     def _refuse_if_padding_counts(self) -> None:
-        """Refuse a model that makes something else of a passage or of a query when padding stands behind it."""
+        """Refuse a model whose output for a passage or a query changes when padding follows it."""
         contract, tokenizer, model = self.codec.contract, self.codec.tokenizer, self.model
         ids, pad = self.codec.token_ids(["a text"], "query", whole=True)[0], int(tokenizer.pad_token_id)
         text = torch.tensor([ids], device=model.device)
