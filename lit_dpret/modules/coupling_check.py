@@ -1,8 +1,8 @@
 """Check during training whether a row's loss depends on other rows, or on rows of earlier batches.
 
-Clipping bounds what a unit adds by its own gradient, and nothing where the unit also moves the gradients of others:
-through a statistic of the batch, mixed inputs, the number of rows, or something kept from one batch to the next. An
-engine misses a dependence without a gradient, so the loss is computed again with the other rows replaced.
+Clipping bounds a unit's own gradient, which bounds nothing if the unit also changes the gradients of others: by a
+statistic of the batch, mixed inputs, the number of rows, or something kept from one batch to the next. A clipping
+engine misses a dependence without a gradient, so the loss is recomputed with the other rows replaced.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ _TRAINING = attrgetter("training")
 
 
 class CouplingCheck:
-    """Check some batches of a run: the first one, after a resume or change of mode, and random ones (`Looks`).
+    """Check some batches of a run: the first one, one after a resume or change of mode, and random ones (`Looks`).
 
     Guarantees:
         - A module is refused by name if, in training mode and with equal random numbers, the loss or the gradient of
           some rows depends on one of these:
 
           * the other rows of the batch, or whether there are any;
-          * whether rows are collated alone, or in which places they stand;
-          * the batch before, also in the very first one;
-          * a metric of torchmetrics.
+          * whether rows are collated alone, or at which positions they are;
+          * the batch before, even for the very first batch;
+          * a torchmetrics metric.
 
         - Under a mode that bounds coupled rows itself (`PrivacyMode.candidates` is neither ``rows`` nor ``pool``) the
           embeddings of pairs are compared with those of rows collated alone, and losses only after other batches and
           without metrics.
-        - Parameters, buffers, random streams, and what the module keeps in attributes are afterwards as before.
-        - What the loss changes in attributes, closures, globals and metrics is after every batch as before it, counts
-          of its calls included: no schedule, optimizer or callback reads it. Its name is in a warning. What it makes
-          once, alike for all rows, stays.
-        - A loss that hangs on how often it was computed is refused, as are learning rates that a schedule makes of what
-          the loss left all the same.
+        - Parameters, buffers, random streams, and what the module keeps in attributes are restored.
+        - What the loss changes in attributes, closures, globals and metrics is restored after every batch, including
+          counts of its calls: no schedule, optimizer or callback reads it. A warning names it. A value that the loss
+          creates once, the same for all rows, stays.
+        - A loss that depends on how often it was computed is refused, and so are learning rates that a schedule
+          derives from what the loss left nevertheless.
 
-    Whole batches are compared in the first look and in every third one, few rows in the others.
+    The first look and every third one compare whole batches, the others a few rows.
 
-    What stays unseen: a dependence that none of the batches looked at shows, as one below the tolerances, one that
-    begins in between, or one through a chance event that did not happen.
+    Not detected: a dependence that no examined batch shows, such as one below the tolerances, one that begins between
+    looks, or one through a chance event that did not happen.
     """
 
     def __init__(self) -> None:
@@ -79,17 +79,17 @@ class CouplingCheck:
         self._single: Any = None
         self._earlier = None
         self._first: KeptState | None = None
-        #: By place, what the loss keeps of rows.
+        #: What the loss keeps of rows, by location.
         self._of_rows: dict[tuple[Any, ...], KeptName] = {}
 
     def prepare(self, module: Any, batch: UnitBatch, seed: int) -> None:
         """Decide whether to check a batch; if so, store the state of ``module`` before it. ``seed`` is the batch's.
 
-        A ``before_batch`` of the user's own comes later, and belongs to what is compared (`prepares_itself`).
+        A user's ``before_batch`` runs later, and is part of what is compared (`prepares_itself`).
         """
-        self._parts = self._parts or list(module.modules())  # of the last look; a walk takes twenty times as long
+        self._parts = self._parts or list(module.modules())  # since the last look; a walk takes twenty times as long
         modes = [*map(_TRAINING, self._parts)]
-        if modes != self._modes:  # a loss may couple rows in one mode alone
+        if modes != self._modes:  # a loss may couple rows in one mode only
             kept = self._single, self._first, self._of_rows
             self.begin()
             (self._single, self._first, self._of_rows), self._modes = kept, modes
@@ -97,7 +97,7 @@ class CouplingCheck:
             name.note()
         alone = _of_one_unit(batch)
         due = self._looks[alone].due(seed)
-        # Rows of some steps were collated alone as well, one batch of each of which is compared with them.
+        # In some steps rows are also collated alone; one batch of each such step is compared with them.
         collated = batch.alone is not None and not is_lazy(module.device)
         self._as_collated = collated and not (due or alone or batch.step == self._collated_step)
         self._collated_step = batch.step if self._as_collated else self._collated_step
@@ -108,7 +108,7 @@ class CouplingCheck:
         self._trained = None
 
     def note(self, losses: Tensor) -> None:
-        """Keep the row losses that the batch is trained on, if it is compared, so that no pass makes them again."""
+        """Keep the row losses of the training pass if the batch is compared, so that no pass recomputes them."""
         alike = losses.dtype in TOLERANCE and not torch.is_autocast_enabled(losses.device.type)
         if self._before is not None and alike and not is_functorch_wrapped_tensor(losses):
             self._trained = losses.detach()
@@ -117,7 +117,7 @@ class CouplingCheck:
         """Check the physical batch that the module just contributed, if `prepare` chose it."""
         alone, own = _of_one_unit(batch), self._rows
         self._rows = None
-        batch = batch if own is None else replace(batch, rows=own)  # as before a loss that writes into its batch
+        batch = batch if own is None else replace(batch, rows=own)  # as before the loss, which may write into its batch
         previous = None
         if alone:
             previous, self._single = self._single, own
@@ -136,16 +136,16 @@ class CouplingCheck:
                 compare()
                 return
             except UnsupportedModelError:
-                if self._fixes_coins or not self._passes.drew:  # else a loss that has drawn nothing before draws now
+                if self._fixes_coins or not self._passes.drew:  # otherwise a loss that drew nothing before draws now
                     raise
                 self._fixes_coins = True
-            except RuntimeError as error:  # a loss may take gradients itself, which passes without them forbid
+            except RuntimeError as error:  # a loss may compute gradients itself, which passes without a graph forbid
                 if self._differentiates or is_out_of_memory(error):
                     raise
                 self._differentiates = True
 
     def put_back(self, module: Any) -> None:
-        """Let what the loss keeps of rows be as before the batch, in every batch after `look`."""
+        """Restore what the loss keeps of rows to its state before the batch, in every batch after `look`."""
         before, self._before = self._before, None
         if self._first is None and before is not None and module._hides_rows:  # nothing was compared yet
             before.put_back(module._public())
@@ -165,37 +165,37 @@ class CouplingCheck:
             if self._as_collated and rows.batch.data_rows is not None:
                 passes.compare_placed(rows)
             elif self._as_collated:
-                if rows.batch.smallest is None:  # else it is compared below, and tells as much
+                if rows.batch.smallest is None:  # otherwise it is compared below, which shows as much
                     passes.compare_alone(rows.first(3), of_pairs=of_pairs)
-            elif previous is not None:  # nobody to depend on but who came before
+            elif previous is not None:  # a lone unit can only depend on earlier ones
                 passes.compare_histories(rows, previous)
             elif of_pairs:
                 passes.compare_histories(rows)
                 passes.compare_pair_histories(rows)
                 for part in (rows.first(3), rows)[: 2 if first or turn == 0 else 1]:
                     passes.compare_alone(part, of_pairs=True)
-            elif lazy:  # one more shape, or a gradient, would be one more program to compile
+            elif lazy:  # another shape, or a gradient, would be another program to compile
                 passes.compare_company(rows, first)
             else:
                 if first and self._collated is not None:
                     passes.compare_collated(rows, *self._collated)
                     self._collated = None
-                # Few rows as a rule, since each costs time, and as many kept as were also collated alone. At times a
-                # whole batch, since a loss may couple many rows and not few, unless an engine computes units apart.
+                # Usually few rows, to save time, of which as many are kept as were also collated alone. Sometimes the
+                # whole batch, since a loss may couple many rows but not few, unless an engine computes units apart.
                 part = rows.first(2 if module.privacy.candidates == "pool" else 2 * ALONE if first else 3)
                 most, even = part if apart else rows, number % 2 == 0
-                if first or turn == 0:  # later in turn, which costs a third
+                if first or turn == 0:  # later in every third look, to save time
                     trained = self._trained if most is rows and not first else None
                     passes.compare_company(most, even, gradients=first, later=part, trained=trained)
                 if turn == 2 or (first and apart):
                     passes.compare_company(part, first or even, gradients=True)
-                if rows.batch.data_rows is not None:  # as many rows always, so that only this sees what looks back
+                if rows.batch.data_rows is not None:  # of a fixed row count: detects a look at earlier rows
                     passes.compare_company((part if turn == 2 else most).keeping_the_last(), even)
                     if rows.batch.alone is not None:
                         passes.compare_placed(rows)
                 elif turn == 1:
                     passes.compare_sizes(rows if first else part, part)
-                    if not apart and number % 6 == 1:  # it follows from the data and hardly from the step
+                    if not apart and number % 6 == 1:  # rounding depends on the data and hardly on the step
                         passes.compare_rounding(rows)
             if rows.batch.smallest is not None and rows.batch.step != self._sized_step:
                 self._sized_step = rows.batch.step
@@ -211,7 +211,7 @@ class CouplingCheck:
                 if not lazy:
                     passes.compare_without_objects(rows, earlier, public, of_pairs=of_pairs)
                 if module._hides_rows:
-                    # The smallest unit was collated by itself, so that it is padded less than here.
+                    # The smallest unit was collated by itself, so it has less padding there than here.
                     pair, long = rows.first(2) if rows.batch.smallest is None else rows.smallest(), first or turn == 1
                     few = pair.apart(previous, of_pairs=of_pairs)
                     names = passes.names_of_rows(few, earlier, public)
@@ -224,7 +224,7 @@ class CouplingCheck:
             self._fixes_coins = passes.drew
 
     def _note(self, module: Any, before: KeptState, names: Collection[tuple[int, str]]) -> None:
-        """Let `put_back` know ``names`` from now on."""
+        """Make `put_back` restore ``names`` from now on."""
         self._first = self._first or before
         found = before.names_from(names, self._first)
         new = {place: name for place, name in found.items() if place not in self._of_rows}
@@ -238,7 +238,7 @@ class CouplingCheck:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is kept of the module and of private rows, for copies and pickles of it."""
+        """Exclude what is kept of the module and of private rows from copies and pickles."""
         of_rows = ("_collated", "_rows", "_single", "_trained")
         names = dict.fromkeys(("_before", "_earlier", "_passes", "_first", *of_rows))
         return {**vars(self), **names, "_of_rows": {}, "_parts": []}
@@ -249,22 +249,22 @@ class CouplingCheck:
         with CollationPasses(module, KeptState(module), seed=0) as passes:
             alone, again, after = (passes.collated(rows, before) for before in ([], [], others))
             repeats = same_features(alone, again)
-            if not repeats or alone.own_generators != after.own_generators:  # the latter shows where coins are few, too
+            if not repeats or alone.own_generators != after.own_generators:  # also detects draws with few outcomes
                 refuse_own_coins(module)
             if not same_features(alone, after):
                 refuse_memory(module)
-            if not alone.draws_beside_torch:  # other coins cannot be held; those rows meet in no call of collate_rows
+            if not alone.draws_beside_torch:  # other draws cannot be fixed; such rows share no call of collate_rows
                 self._collated = rows, others
 
 
 def prepares_itself(module: Any) -> bool:
-    """Return whether ``before_batch`` is code of the user's own."""
+    """Return whether ``before_batch`` is user code."""
     method = module.before_batch
     return not is_library(getattr(method, "__func__", method).__module__)
 
 
 def _of_one_unit(batch: UnitBatch) -> bool:
-    """Whether at most one unit can have rows: fixed shapes have a spare slot, and places that are filled in."""
+    """Return whether at most one unit can have rows: fixed shapes have a spare slot and filled-in rows."""
     if batch.data_rows is None or is_lazy(batch.unit_ids.device):
         return len(batch.mask) < 2
     return int(torch.unique(batch.unit_ids[batch.data_rows]).numel()) < 2

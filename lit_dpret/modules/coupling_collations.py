@@ -1,4 +1,4 @@
-"""Compare what ``collate_rows`` makes of rows alone, before and after others, and in other places of a batch."""
+"""Compare the result of ``collate_rows`` for rows alone, before and after others, and at other positions of a batch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.state_watch import same_values
 from lit_dpret.privacy.user_generators import own_generators, python_and_numpy_now, seed_everywhere
 
-#: More objects than these are not searched for generators.
+#: At most this many objects are searched for generators.
 _OBJECTS = 50_000
 
 
 class _Collated(NamedTuple):
-    """What ``collate_rows`` made of some rows, and how it left the module's own generators.
+    """The result of ``collate_rows`` for some rows, and the state in which it left the module's own generators.
 
     ``draws_beside_torch`` says whether it drew from the global generators of ``random`` and numpy.
     """
@@ -38,7 +38,7 @@ class CollationPasses(Passes):
     """The passes that collate rows again, or place them apart."""
 
     def collated(self, rows: list[Any], before: list[Any]) -> _Collated:
-        """Collate ``rows`` by a copy of the module, after others if there are some."""
+        """Collate ``rows`` by a copy of the module, after collating the rows ``before``, if any."""
         module = _copy_without_weights(self.module)
         if module is self.module:
             self._kept_state.reset()
@@ -54,8 +54,8 @@ class CollationPasses(Passes):
         return _Collated(found, own_generators(islice(objects_in(module), _OBJECTS)), draws)
 
     def compare_collated(self, rows: Rows, own: list[Any], others: list[Any], *, again: bool = True) -> None:
-        """Compare the losses of rows that were collated alone with those of the same rows before and after others."""
-        if rows.batch.data_rows is not None:  # as many as have a slot
+        """Compare the losses of rows collated alone with those of the same rows collated before and after others."""
+        if rows.batch.data_rows is not None:  # as many as there are slots
             slots = len(rows.batch.mask)
             own = own[: max(1, slots // 2)]
             others = others[: slots - len(own)]
@@ -76,7 +76,7 @@ class CollationPasses(Passes):
                 self._refuse(rows, f"{DEPENDS}, or collated in another order, as where collate_rows sorts them")
 
     def compare_placed(self, rows: Rows) -> None:
-        """Compare the losses of the first units of a batch of fixed shape with those that they have alone in it."""
+        """Compare the losses of the first units of a fixed-shape batch with their losses alone in it."""
         slots = torch.tensor(rows.slots[:ALONE], device=rows.kept.device)
         data_rows: Any = rows.batch.data_rows
         kept = torch.isin(rows.batch.unit_ids, slots) & data_rows
@@ -90,10 +90,10 @@ class CollationPasses(Passes):
             self._refuse(rows)
 
     def _batch_like(self, batch: UnitBatch, features: Any, first: int) -> tuple[UnitBatch, Tensor]:
-        """Return a batch of collated rows, each a unit, and the places of these rows.
+        """Return a batch of collated rows, each a unit, and the positions of these rows.
 
-        In low precision another shape is another result, so where ``batch`` has a fixed one they are placed in the same
-        one, in the slots from ``first`` on.
+        In low precision another shape gives another result. So if ``batch`` has a fixed shape, the rows are placed in
+        the same shape, in the slots from ``first`` on.
         """
         count, device = len(leaves(features)[0]), self.module.device
         if batch.data_rows is None:
@@ -113,7 +113,7 @@ class CollationPasses(Passes):
 
 
 def refuse_own_coins(module: Any) -> NoReturn:
-    """Refuse a ``collate_rows`` that does not repeat itself: by own random draws, or by what it keeps."""
+    """Refuse a ``collate_rows`` that does not repeat itself, because of its own random draws or of kept state."""
     raise cannot_train(
         module,
         "collate_rows makes something else of the same rows each time. It draws random numbers from a generator of its "
@@ -123,20 +123,20 @@ def refuse_own_coins(module: Any) -> NoReturn:
 
 
 def _copy_without_weights(module: Any) -> Any:
-    """Return a copy of all that a module keeps, but for tensors and texts; the module itself if it cannot be copied."""
+    """Return a copy of a module that shares its tensors and texts; the module itself if it cannot be copied."""
     shared = [
         each for each in objects_in(module) if isinstance(each, Tensor) or getattr(type(each), "holds_texts", False)
     ]
     try:
         copied = copy.deepcopy(module, {id(each): each for each in (*shared, module._trainer)})
-        vars(copied)["_trainer"] = module._trainer  # which Lightning leaves out, and collate_rows may ask for the step
+        vars(copied)["_trainer"] = module._trainer  # Lightning excludes it, but collate_rows may ask it for the step
         return copied
-    except Exception:  # objects of the user's own may refuse to be copied in any way
+    except Exception:  # user objects may refuse to be copied, in any way
         return module
 
 
 def _moved_like(example: Any, rows: Any) -> Any:
-    """Rows where those of ``example`` are, and cast as they were."""
+    """Return ``rows`` on the devices and with the dtypes of ``example``."""
     if isinstance(rows, dict):
         return type(rows)({key: _moved_like(example.get(key), value) for key, value in rows.items()})
     return rows.to(example.device, example.dtype) if isinstance(example, Tensor) else rows

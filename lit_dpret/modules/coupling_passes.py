@@ -1,7 +1,7 @@
-"""Compute the losses of a batch again, from the same state and random numbers, and compare them.
+"""Recompute the losses of a batch from the same state and random numbers, and compare them.
 
-The other rows are replaced, left out, put in other places or collated apart, or another batch goes before.
-`CouplingCheck` says which comparison is made in which batch.
+The other rows are replaced, left out, moved or collated apart, or another batch is computed first. `CouplingCheck`
+decides which comparison is made in which batch.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from lit_dpret.privacy.user_generators import (
     seed_everywhere,
 )
 
-#: Differences below this many nats say nothing where the shapes differ: a loss of zero is made of larger numbers.
+#: If shapes differ, differences below this many nats are ignored: a loss near zero is a difference of larger numbers.
 FLOOR = 1e-4
-#: What rounding may change in a row's gradient, relative to it, in a batch of another shape: the room that the charge
-#: has for what units do to each other's rounding.
+#: The relative change that rounding may cause in a row's gradient in a batch of another shape: the margin that the
+#: charge includes for the effect of units on each other's rounding.
 ROUNDING = 1e-3
-#: Shorter gradients, or those below the bound, are compared by this: they consist of rounding where a row is learnt.
+#: Gradients shorter than this, or than a lower clip bound, are compared relative to it: a learnt row's is rounding.
 _SHORT = 1e-2
 _FEW = 4
 DEPENDS = "the loss of a row is different when other rows are in the batch, or are not there"
@@ -58,7 +58,7 @@ class Passes:
         fixes_coins: bool = True, batch: UnitBatch | None = None,
     ) -> None:  # fmt: skip
         self.module, self._kept_state, self._seed = module, before, seed
-        #: Given where ``before_batch`` is the user's own code, and belongs to every pass.
+        #: Set if ``before_batch`` is user code, which is then part of every pass.
         self._prepared_like = batch
         self._differentiates, self._fixes_coins = differentiates, fixes_coins
         #: Whether a random number was drawn in a pass that fixes them.
@@ -84,9 +84,9 @@ class Passes:
         self, rows: Rows, from_kept: bool, *, gradients: bool = False, later: Rows | None = None,
         trained: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Compare the losses of the kept rows in this and in other company, their gradients, and ``later`` rows.
+        """Compare the losses and gradients of the kept rows in this and in other company, and then ``later`` rows.
 
-        ``trained`` are the losses of all rows by the pass that they were trained on, if nothing was reset since.
+        ``trained`` are the losses of all rows in the training pass, if nothing was reset since.
         """
         if trained is None:
             first = self._in_company(rows, rows.as_they_are(), gradients=gradients, later=later)
@@ -97,7 +97,7 @@ class Passes:
         features = rows.with_other_company(from_kept=from_kept)
         other = self._in_company(rows, features, gradients=gradients, later=later)
         if differ(first.losses, other.losses):
-            if trained is not None:  # with a graph, where a loss may be another one
+            if trained is not None:  # repeat as a pass of its own: with a graph, a loss may differ
                 return self.compare_company(rows, from_kept, gradients=gradients, later=later)
             self._refuse(rows)
         if far(first.gradient, other.gradient, min(10 * tolerance, 0.1)):
@@ -107,7 +107,7 @@ class Passes:
         self._kept_state.refuse_writes(self._refuse_memory)
 
     def _in_company(self, rows: Rows, features: Any, *, gradients: bool, later: Rows | None) -> _Seen:
-        """Return what becomes of the kept rows among ``features``, and of those kept ``later``, in the batch after."""
+        """Return the losses and gradient of the kept rows among ``features``, and the losses of ``later`` rows."""
         losses = self._afresh(features, gradients=gradients)
         gradient = self._gradient(losses, rows.kept) if gradients else {}
         losses = losses.detach()[rows.kept]
@@ -122,7 +122,7 @@ class Passes:
             if batch is not features:
                 after.append(self._later(later.alone()))
         if drawn[0] != drawn[1] or drawn[0] != drawn[2]:
-            if again:  # another thread may have drawn meanwhile
+            if again:  # another thread may have drawn in the meantime
                 return self.compare_sizes(rows, later, again=False)
             self._refuse_other_coins()
         together, alone, others = found
@@ -132,9 +132,10 @@ class Passes:
             self._refuse_memory()
 
     def compare_as_trained(self, rows: Rows, *, of_pairs: bool) -> None:
-        """Compare losses or embeddings of the kept rows in other company, in low precision if that is trained in.
+        """If training is in low precision, compare losses or embeddings of the kept rows in other company there.
 
-        A module may rescale there by the largest number of a batch. The shape is the same, so no rounding differs.
+        A module may rescale by the largest number of a batch in low precision only. The shape, and so the rounding, is
+        the same.
         """
         low = any(parameter.dtype not in TOLERANCE for parameter in self._parameters.values())
         computed_in_low = low or torch.is_autocast_enabled(self.module.device.type)
@@ -153,14 +154,14 @@ class Passes:
                 self._refuse(rows)
 
     def compare_scales(self, rows: Rows, *, of_pairs: bool) -> None:
-        """Compare the gradient of the kept rows' losses, or of their embeddings' sums, with that of a multiple of them.
+        """Compare the gradient of the kept rows' losses, or summed embeddings, with that of a multiple of them.
 
-        What rescales gradients on their way, such as a hook that clips a batch's, does it by what all rows have.
+        Code that rescales gradients, such as a hook that clips a batch's gradient, scales by all rows.
         """
         low = any(parameter.dtype not in TOLERANCE for parameter in self._parameters.values())
         if of_pairs and (
             low or not hasattr(self.module, "pair_batch")
-        ):  # no mode differentiates those in low precision
+        ):  # no mode differentiates embeddings in low precision
             return
         times, found = 2.0**10, []  # a power of two commutes with rounding
         of_rows = self._embeddings if of_pairs else self._losses
@@ -178,14 +179,14 @@ class Passes:
         """Compare the gradient of a row's loss among others with that of the row alone."""
         found = []
         for features in rows.extreme():
-            with self._coins():  # also while a checkpointed block is computed again
+            with self._coins():  # also while a checkpointed block is recomputed
                 losses = self._afresh(features, gradients=True)
                 last = torch.arange(len(losses), device=losses.device) == len(losses) - 1
                 found.append(self._gradient(losses, last))
         one, other = found
         together, alone, gap = (norm(list(each)) for each in (one.values(), other.values(), gaps(one, other)))
         least = min(_SHORT, getattr(self.module.privacy, "max_grad_norm", None) or _SHORT)
-        if gap > ROUNDING * max(together, alone, least):  # not where one of them is NaN
+        if gap > ROUNDING * max(together, alone, least):  # false if one of them is NaN
             raise cannot_train(
                 self.module,
                 "the gradient of a row's loss is different when other rows are in the batch. If each row's loss is "
@@ -194,10 +195,11 @@ class Passes:
             )
 
     def names_of_rows(self, batches: Sequence[Any], earlier: KeptState, public: frozenset[str]) -> set[tuple[int, str]]:
-        """Return the names that hold something else after the loss of one batch than after that of another, or of two.
+        """Return the names whose content differs after the losses of different batches, except ``public`` names.
 
-        Or than after the batch that was trained on, and its gradient. Those of ``public`` names are left out. Two
-        batches in a row show a count: how often a loss is called tells how many units were drawn.
+        Content is compared after one batch, after two, after another one, and after the batch that was trained on with
+        its gradient. Two batches in a row reveal a count: how often a loss is called depends on the number of units
+        drawn.
         """
 
         def after(batches: Sequence[Any]) -> list[dict[tuple[int, str], Any]]:
@@ -211,9 +213,9 @@ class Passes:
         left = [self._as_trained]
         for some in (batches[:2], batches[-1:]):
             try:
-                with self._kept_state.without_objects_since(earlier, public):  # which are made anew
+                with self._kept_state.without_objects_since(earlier, public):  # these objects are created again
                     left += after(some)
-            except Exception:  # other values of the module may say that these objects are there
+            except Exception:  # other values of the module may say that these objects exist
                 left += after(some)
         names = {(at, name) for at, name in _differing(left) if name not in public}
         if found := ", ".join(self._kept_state.generators(names)):
@@ -228,10 +230,10 @@ class Passes:
     def compare_put_back(
         self, batches: Sequence[Any], names: Collection[tuple[int, str]], put_back: Callable[[], None]
     ) -> None:
-        """Refuse ``names`` that cannot be put back, and losses and learning rates that follow from what they held."""
+        """Refuse ``names`` that cannot be put back, and losses and learning rates that depend on their content."""
         left, rates = [], []
         if not names and not getattr(self.module._trainer, "lr_scheduler_configs", None):
-            return  # nothing is put back, and nothing could follow from it
+            return  # there is nothing to put back, and nothing could depend on it
         for features in batches:
             self._afresh(features)
             put_back()
@@ -253,7 +255,7 @@ class Passes:
             )
 
     def compare_reading(self, reads: Sequence[Callable[[], list[Any]]]) -> None:
-        """Refuse learning rates that follow from what a data set or ``collate_rows`` counts of the rows."""
+        """Refuse learning rates that depend on what a data set or ``collate_rows`` counts of the rows."""
         rates = []
         for read in reads:
             self._kept_state.reset()
@@ -267,24 +269,24 @@ class Passes:
             )
 
     def _counts(self, features: Any, put_back: Callable[[], None]) -> bool:
-        """Return whether a loss is another one the second time, if nothing is put back in between."""
+        """Return whether a loss differs the second time if nothing is put back in between."""
         once, twice = self._afresh(features), self._losses(features)
         self._afresh(features)
         put_back()
         return differ(once, twice) and not differ(once, self._losses(features))
 
     def _next_rates(self) -> list[Any]:
-        """Return the settings that the optimizers have after a step of each schedule, which the next pass undoes."""
+        """Return the optimizers' settings after a step of each schedule, which the next pass undoes."""
         trainer = self.module._trainer
         with warnings.catch_warnings(action="ignore"):
             for config in [] if trainer is None else trainer.lr_scheduler_configs:
-                with suppress(Exception):  # some need a number of a validation
+                with suppress(Exception):  # some schedules need a validation metric
                     config.scheduler.step()
         groups = [] if trainer is None else [group for each in trainer.optimizers for group in each.param_groups]
         return [[float(v) for v in group.values() if isinstance(v, (int, float))] for group in groups]
 
     def compare_metrics(self, rows: Rows, metrics: Sequence[Metric]) -> None:
-        """Compare the losses of the batch with those that it has where no metric has seen anything."""
+        """Compare the losses of the batch with its losses after every metric is reset."""
         found = []
         for forgets in (False, True):
             self._kept_state.reset()
@@ -295,7 +297,7 @@ class Passes:
             self._refuse_memory()
 
     def compare_histories(self, rows: Rows, other: Any = None) -> None:
-        """Compare the losses of the batch after itself and after another one, or one of other rows."""
+        """Compare the losses of the batch after itself with those after another batch, or after other rows."""
         found = []
         other = rows.with_other_company(from_kept=True) if other is None else other
         for before in (rows.as_they_are(), other):
@@ -306,7 +308,7 @@ class Passes:
         self._kept_state.refuse_writes(self._refuse_memory)
 
     def compare_pair_histories(self, rows: Rows) -> None:
-        """Compare the embeddings of the batch's pairs after itself and after one of other rows."""
+        """Compare the embeddings of the batch's pairs after itself with those after a batch of other rows."""
         if is_lazy(self.module.device) or not hasattr(self.module, "pair_batch"):
             return
         found = []
@@ -320,9 +322,9 @@ class Passes:
     def compare_without_objects(
         self, rows: Rows, earlier: KeptState, public: frozenset[str], *, of_pairs: bool
     ) -> None:
-        """Compare losses, or embeddings, with those that the rows have where objects are made anew.
+        """Compare losses, or embeddings, with those of the same rows after recent objects are created again.
 
-        A normaliser that is fitted at its first use is fitted on other rows then.
+        A normaliser that is fitted at its first use is then fitted on other rows.
         """
         if of_pairs and not hasattr(self.module, "pair_batch"):
             return
@@ -333,7 +335,7 @@ class Passes:
                 return
             try:
                 anew = of_rows(features)[rows.kept]
-            except Exception:  # other values of the module may say that these objects are there
+            except Exception:  # other values of the module may say that these objects exist
                 return
         self._kept_state.reset()
         if differ(of_rows(features)[rows.kept], anew):
@@ -370,7 +372,7 @@ class Passes:
         return self._losses(features, **how)
 
     def _later(self, features: Any, *, fixed_coins: bool = True) -> Tensor:
-        """Return the losses of a batch of the next step: some keep what they make for all batches of one."""
+        """Return the losses of a batch as of the next step: some modules reuse values for all batches of one step."""
         trainer = self.module._trainer
         if trainer is None:
             return self._losses(features, fixed_coins=fixed_coins)
@@ -382,7 +384,7 @@ class Passes:
             done.completed -= 1
 
     def _prepared(self, features: Any) -> Any:
-        """Return a copy of the rows, since a loss may write into them, after ``before_batch`` where that belongs."""
+        """Return a copy of the rows, since a loss may write into them, after ``before_batch`` if it is user code."""
         batch, own = self._prepared_like, clone_rows(features)
         if batch is None:
             return own
@@ -400,7 +402,7 @@ class Passes:
     def _losses(
         self, features: Any, *, gradients: bool = False, fixed_coins: bool = False, as_trained: bool = False
     ) -> Tensor:
-        """Return the row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""
+        """Return the row losses, ``(rows,)``; with ``fixed_coins`` a row's random numbers depend on no shape."""
         seed_everywhere(self._seed)
         coins = self._coins() if fixed_coins else nullcontext()
         before = None if self._fixes_coins else generators_now()
@@ -422,7 +424,7 @@ class Passes:
         self._drew_publicly |= coins.drew_publicly
 
     def _gradient(self, losses: Tensor, kept: Tensor) -> dict[str, Tensor]:
-        """Of the kept rows' losses, with alternating signs and powers of two so that no two rows weigh the same."""
+        """Return the gradient of the kept rows' losses, weighted so that neighbouring rows weigh differently."""
         with _one_thread(len(losses)):
             count = int(kept.sum())
             weights = torch.tensor([(-1.0) ** i * 2.0 ** (i % 5 // 2) for i in range(count)], device=losses.device)
@@ -436,12 +438,12 @@ class Passes:
             return {name: g for name, g in zip(self._parameters, dense, strict=True) if g is not None}
 
     def _shortened_gradient(self, loss: Tensor) -> dict[str, Tensor]:
-        """The same, each parameter's `shortened` as soon as it is there: no process may hold all of them."""
+        """Return `_gradient` with each parameter `shortened` as soon as it arrives: no process may hold all of it."""
         found: dict[str, Tensor] = {}
 
         def arrived(name: str, gradient: Tensor) -> Tensor | None:
             found[name] = shortened(gradient)
-            # Autograd keeps what is returned here until all are there: zeros without memory of their own.
+            # Autograd keeps what is returned here until the end: return zeros that take no memory.
             return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
         handles = [p.register_hook(partial(arrived, name)) for name, p in self._parameters.items()]  # type: ignore[no-untyped-call]
@@ -476,7 +478,7 @@ class Passes:
         )
 
     def _refuse_other_coins(self) -> NoReturn:
-        """Refuse numbers of ``random`` and numpy that rows share: only torch's can be held equal (`FixedCoins`)."""
+        """Refuse numbers of ``random`` and numpy that rows share: only torch's can be fixed (`FixedCoins`)."""
         raise cannot_train(
             self.module,
             "how many numbers per_row_loss draws from random or numpy depends on the rows of the batch, so a "
@@ -489,7 +491,7 @@ class Passes:
 
 @contextmanager
 def _one_thread(rows: int) -> Iterator[None]:
-    """Compute few rows with one thread of PyTorch: a second one would wait for the first most of the time."""
+    """Compute few rows with one PyTorch thread: a second thread would mostly wait for the first."""
     before = torch.get_num_threads()
     if rows > _FEW or before == 1:
         yield
@@ -502,7 +504,7 @@ def _one_thread(rows: int) -> Iterator[None]:
 
 
 def _differing(contents: Sequence[dict[tuple[int, str], Any]]) -> set[tuple[int, str]]:
-    """Return the names of which some contents differ from the first."""
+    """Return the names whose content in some of ``contents`` differs from the first."""
     return {name for each in contents for name in each | contents[0] if each.get(name) != contents[0].get(name)}
 
 

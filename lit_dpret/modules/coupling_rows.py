@@ -1,4 +1,4 @@
-"""Rows of a batch in other company: kept, replaced, alone, or in other places."""
+"""Rows of a batch in other company: kept, replaced, alone, or at other positions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lit_dpret.privacy.collation import is_square, leaves
 
 
 def cannot_train(module: Any, why: str) -> UnsupportedModelError:
-    """Return the refusal of a module: ``why``, and what to do instead."""
+    """Return an error that refuses a module: ``why``, and what to do instead."""
     name = type(module).__name__
     return UnsupportedModelError(f"privacy={module.privacy.name} cannot train {name}: {why}", trap="T11")
 
 
 class Rows:
-    """Rows of a batch: those of the first half of the units, or of the ``last``, are ``kept``, the others replaced."""
+    """Rows of a batch: the first half of the units, or with ``last`` the last, is ``kept``, the others are replaced."""
 
     def __init__(self, module: Any, batch: UnitBatch, slots: list[int], *, last: bool = False) -> None:
         self.batch, self.slots, self.module = batch, slots, module
@@ -54,7 +54,7 @@ class Rows:
         return Rows(self.module, replace(batch, rows=rows, unit_ids=ids, data_rows=data, **changed), slots)
 
     def smallest(self) -> Rows:
-        """Return the unit that was collated by itself, as the kept one, and another one."""
+        """Return the rows of the unit that was collated by itself, as the kept one, and of another unit."""
         slot, alone = self.batch.smallest or (self.slots[0], None)
         return self._of([slot, *(other for other in self.slots if other != slot)][:2], alone=alone)
 
@@ -62,45 +62,45 @@ class Rows:
         return Rows(self.module, self.batch, self.slots, last=True)
 
     def as_they_are(self) -> Any:
-        """Nested dicts of their own, since a module may write into them."""
+        """Return the rows in new nested dicts, since a module may write into them."""
         return _part_of(self.batch.rows, slice(None))
 
     def with_other_company(self, *, from_kept: bool) -> Any:
-        """Every row that is not kept replaced by a copy of one row: a kept one, or the last of the others."""
+        """Return the rows, each one that is not kept replaced by a copy of a kept one, or of the last of the others."""
         source = self.kept.nonzero()[0] if from_kept or len(self._others) < 2 else self._others[-1:]
         index = torch.arange(len(self.kept), device=self.kept.device)
         index[self._others] = source
         return _part_of(self.batch.rows, index)
 
     def extreme(self, company: int = 3) -> tuple[Any, Any]:
-        """Return the row with the largest finite numbers among few others, as the last, and without them."""
+        """Return the row with the largest finite numbers as the last of a few, and the same row alone."""
         sizes = torch.zeros(len(self.kept), device=self.kept.device)
         for leaf in leaves(self.batch.rows):
             if leaf.is_floating_point() and leaf.numel():
                 sizes = torch.maximum(sizes, leaf.abs().reshape(len(leaf), -1).amax(1).float())
-        finite = sizes.isfinite()  # those of other rows would make the gradients of weights NaN
+        finite = sizes.isfinite()  # other rows would make the gradients of weights NaN
         order = sizes.masked_fill(~finite, -1.0).argsort(descending=True)
         order = order[: min(company + 1, max(1, int(finite.sum())))].flip(0)
         return _part_of(self.batch.rows, order), _part_of(self.batch.rows, order[-1:])
 
     def others_alone(self) -> tuple[Any, Tensor]:
-        """Return the replaced rows and their places; without the first, so that even and odd places change."""
+        """Return the replaced rows and their indices; without the first, so that even and odd positions swap."""
         places = self._others[len(self._others) > 1 :]
         return _part_of(self.batch.rows, places), places
 
     def apart(self, previous: Any, *, of_pairs: bool) -> list[Any]:
-        """Return batches of which two have no row in common: the kept rows, all, and the others.
+        """Return batches of which two have no row in common: the kept rows, all rows, and the others.
 
-        Or all rows, and a ``previous`` batch or other company.
+        Alternatively all rows, and a ``previous`` batch or other company.
         """
         if previous is not None:
             return [self.as_they_are(), previous]
-        if of_pairs or is_lazy(self.kept.device):  # for which another shape would be one more program to compile
+        if of_pairs or is_lazy(self.kept.device):  # on a lazy device, another shape would be another program to compile
             return [self.as_they_are(), self.with_other_company(from_kept=True)]
         return [self.alone(), self.as_they_are(), self.others_alone()[0]]
 
     def alone(self) -> Any:
-        """Return the kept rows without the others, collated without them where the loader did so."""
+        """Return the kept rows without the others, collated without them if the loader did so."""
         collated = self.batch.alone if self.batch.data_rows is None else None
         if collated is None or len(leaves(collated)[0]) != int(self.kept.sum()):
             return _part_of(self.batch.rows, self.kept.nonzero().flatten())
@@ -112,7 +112,7 @@ class Rows:
 
 
 def _part_of(rows: Any, index: slice | Tensor) -> Any:
-    """Take some rows, and of the answers of all rows to each other, ``(rows, rows)``, their columns as well."""
+    """Return some rows; of the rows' answers to each other, ``(rows, rows)``, take their columns as well."""
     found = take_rows(rows, index)
     if isinstance(rows, dict) and is_square(rows, len(leaves(rows)[0])):
         found["answers"] = found["answers"][:, index]

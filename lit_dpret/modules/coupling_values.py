@@ -1,4 +1,4 @@
-"""Compare losses and gradients of passes up to rounding, and hold their random numbers equal."""
+"""Compare losses and gradients of passes up to rounding, and fix their random numbers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: What two passes may differ by, relative to the largest value: kernels that add in another order. They run without
-#: autocast, whose rounding would hide more.
+#: The allowed difference of two passes, relative to the largest value: kernels may add in another order. Passes run
+#: without autocast, whose rounding would hide more.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 LOW_PRECISION = 3e-2
 
 
 class FixedCoins(TorchDispatchMode):
-    """Every secret random number is the same, so that a row gets it in a batch of any size; dropout drops nothing.
+    """Make all secret random numbers equal, so that a row gets the same in a batch of any size; dropout drops nothing.
 
-    Secret are those of the global generators as they are seeded when this is made. Numbers of other generators, or
-    after another seed, are left as they are: anyone can repeat them, and which one a row gets is up to the others.
+    The secret numbers are those of the global generators with the seeds at construction. Numbers of other generators,
+    or after another seed, are left unchanged: anyone can repeat them, and which one a row gets depends on the others.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def _seeds() -> list[int]:
 
 
 def differ(a: Tensor, b: Tensor, floor: float = 0.0) -> bool:
-    """Return whether two losses of a row are further apart than rounding explains; broken rows say nothing."""
+    """Return whether losses differ by more than rounding explains; rows not finite in both are ignored."""
     tolerance = max(TOLERANCE.get(each.dtype, LOW_PRECISION) for each in (a, b))
     a, b = a.detach().double(), b.detach().double()
     finite = a.isfinite() & b.isfinite()
@@ -77,21 +77,21 @@ def differ(a: Tensor, b: Tensor, floor: float = 0.0) -> bool:
 
 
 def far(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> bool:
-    """Return whether two gradients of all parameters are further apart than rounding explains."""
+    """Return whether two gradients of all parameters differ by more than rounding explains."""
     whole, gap = norm(list(a.values())), norm(gaps(a, b))
     return math.isfinite(whole) and not gap <= tolerance * whole
 
 
 def gaps(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[Tensor]:
-    """Return the differences of two gradients; a parameter that one loss did not use has a gradient of zero there."""
+    """Return the differences of two gradients; a parameter that one loss does not use has gradient zero there."""
     return [a[name] - b[name] if name in a and name in b else one for name, one in (a | b).items()]
 
 
 def shortened(gradient: Tensor, length: int = 4096) -> Tensor:
-    """Return a random projection of a gradient to at most ``length`` numbers, by coins that are always the same.
+    """Return a random projection of a gradient to at most ``length`` numbers, with fixed signs.
 
-    It is linear, and keeps a length to some 2 percent (one standard deviation, sqrt(2 / 4096)): each number is given a
-    random sign, and every ``length``-th of them are added up (Charikar et al. 2002, *Finding frequent items*).
+    It is linear, and preserves norms to about 2 percent (one standard deviation, sqrt(2 / 4096)): each number gets a
+    random sign, and every ``length``-th of them are summed (Charikar et al. 2002, *Finding frequent items*).
     """
     flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
     if len(flat) <= length:
@@ -106,6 +106,6 @@ def shortened(gradient: Tensor, length: int = 4096) -> Tensor:
 
 
 def norm(tensors: list[Tensor]) -> float:
-    """Return the length of all tensors together."""
+    """Return the norm of all tensors together."""
     norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
     return float(torch.stack(norms).norm()) if norms else 0.0

@@ -1,8 +1,8 @@
 """The physical batches of one logical step, made smaller if memory runs out, or if failures must stay hidden.
 
-How a logical batch is cut does not change the sum, and nothing is released before its last physical batch. So a step
-that breaks off may begin again: the draw is keyed by the step, the sum so far is forgotten before any noise was drawn,
-and the ledger never hears of it.
+How a logical batch is split does not change the sum, and nothing is released before its last physical batch. So a step
+that breaks off may start again: the draw is keyed by the step, the sum so far is discarded before any noise is drawn,
+and the ledger records nothing of the restart.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Drops = Literal["none", "memory", "all"]
 
 
 class Tally(NamedTuple):
-    """What became of the units of one step on one rank."""
+    """The outcome for the units of one step on one rank."""
 
     units: int = 0
     kept: int = 0
-    lone: bool = False  # whether one fits nowhere
-    fitted: bool = False  # whether any unit ever did
+    lone: bool = False  # whether a unit does not fit even alone
+    fitted: bool = False  # whether any unit has ever fitted
 
 
 def refuse_where_none_fits(tallies: Sequence[Tally], step: int, advice: str) -> None:
-    """Refuse a step with a rank on which none of several units fits, and any step before a unit fits on some rank.
+    """Refuse a step with a rank on which none of several units fits, and any step before a unit has fitted on any rank.
 
-    Where a rank has one unit, the end of the run would tell how long that one is.
+    On a rank with one unit, ending the run would reveal how long that unit is.
     """
     fitted = any(each.fitted for each in tallies)
     if any(each.lone and not each.kept and (each.units > 1 or not fitted) for each in tallies):
@@ -48,24 +48,24 @@ class PhysicalBatches:
     """Contribute the physical batches of a step, and restart the step in smaller ones if needed.
 
     Guarantees:
-        - Each unit of the step contributes exactly once to the sum that is released, however often the step began; one
-          that fails alone, and may be dropped, does not.
-        - The size that fits into memory is found once and stays. What is cut smaller because a unit failed is cut so in
-          its step alone.
-        - A failure other than for want of memory is raised as it is, unless all failing units are dropped; but a
-          StopIteration as a RuntimeError, because Lightning drops the former, and the batch with it.
-        - A batch that is missing before another one of its step, or comes twice, is refused where it is said which are
-          due: with a unit that had its batch left out or taken twice, all units of it would move.
+        - Each unit of the step contributes exactly once to the released sum, however often the step starts. A unit
+          that fails alone, and may be dropped, does not contribute.
+        - The size that fits into memory is found once and kept. A split because of a failed unit applies to its step
+          only.
+        - A failure other than for lack of memory is raised unchanged, unless all failing units are dropped. But a
+          StopIteration is raised as a RuntimeError, because Lightning drops the former, and the batch with it.
+        - With ``parts``, a batch that is missing before another one of its step, or comes twice, is refused: leaving
+          out or repeating a unit's batch would change the contributions of all its units.
 
     Args:
-        contribute: Adds one physical batch; the number is the place of its first unit in the batch of the loader.
-        forget: Forgets everything that was added since the step began.
-        settle: Waits for other ranks; returns whether one of them began the step again, as this one then does. They
-            say so while a batch is contributed, too, by `BeganAgain`.
+        contribute: Adds one physical batch; the number is the position of its first unit in the loader's batch.
+        forget: Discards everything that was added since the step began.
+        settle: Waits for other ranks; returns whether one of them restarted the step, as this one then does. They
+            may also signal this while a batch is contributed, by `BeganAgain`.
 
     Attributes:
-        limit: Most units at once; None for what the loader hands out.
-        tally: What became of the units of the last step that was contributed.
+        limit: The maximum number of units at once; None for the loader's batches.
+        tally: The outcome for the units of the last step that was contributed.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class PhysicalBatches:
         self.tally = Tally()
         self._contribute, self._forget, self._settle = contribute, forget, settle
         self._step: list[UnitBatch] = []
-        self._lone = False  # whether a unit of this step fits nowhere
+        self._lone = False  # whether a unit of this step does not fit even alone
         self._lowered_from: int | None = None  # the limit before this step
-        self._fitted = False  # whether any unit ever did
-        # Of this step, by the part of a batch in which a unit failed: the slots that do not fail, as they are cut.
+        self._fitted = False  # whether any unit has ever fitted
+        # For this step, by the part of a batch in which a unit failed: the slots that do not fail, as they are split.
         self._sound: dict[int, list[slice]] = {}
         self._due: tuple[int, int, int] | None = None  # attempt, step and part of the next batch
 
     def begin(self) -> None:
         """Discard the batches of an interrupted step; keep the size that fits."""
-        if self._lone:  # a unit that fits nowhere lowered it, and not the others
+        if self._lone:  # a unit that does not fit even alone lowered the limit, not the others
             self.limit = self._lowered_from
         self._step, self._sound, self._lone, self._lowered_from, self._due = [], {}, False, self.limit, None
 
@@ -103,13 +103,13 @@ class PhysicalBatches:
         """Contribute ``batch``, the next one of its step.
 
         Args:
-            batch: As the loader handed it out.
-            may_split: Whether its units may be taken apart; not where they see each other.
-            advice: What to do where a single unit, or a batch that may not be split, does not fit.
-            drops: Leave out a unit that fails alone: for want of ``memory``, or for whatever reason (``all``, found by
-                bisection); say so on the terminal alone. Then no such failure tells anybody of private rows, and
-                each unit still adds what follows from itself, or nothing.
-            parts: Which parts of a step come here: the first, and how far apart they are; None for any.
+            batch: The batch as the loader returned it.
+            may_split: Whether its units may be separated; not if they see each other.
+            advice: What to do if a single unit, or a batch that may not be split, does not fit.
+            drops: Leave out a unit that fails alone: for lack of ``memory``, or for any reason (``all``, found by
+                bisection), and report it on the terminal only. Then no such failure reveals anything about private
+                rows, and each unit still adds either what depends on itself alone, or nothing.
+            parts: Which parts of a step this rank gets: the first, and their distance; None for any.
         """
         if parts is None:
             self._add(batch, may_split=may_split, advice=advice, drops=drops)
@@ -174,7 +174,7 @@ class PhysicalBatches:
 
     def _lower_limit(self, most: int) -> None:
         self.limit = most
-        # No logger, which may have a file, nor the ledger: that memory ran out here tells of private lengths.
+        # Not to a logger, which may write a file, nor to the ledger: running out of memory reveals private lengths.
         tell_here(f"Memory ran out; a step begins again with at most {self.limit} units at once.")
 
     def _slots(self, batch: UnitBatch) -> list[slice]:
@@ -182,7 +182,7 @@ class PhysicalBatches:
         return slots_of(batch, self.limit) if found is None else found
 
     def _tried(self, due: list[UnitBatch], *, drops: bool) -> tuple[int, slice, bool] | None:
-        """Contribute ``due``; return the part that failed, its slots, and whether for want of memory, or None."""
+        """Contribute ``due``; return None, or the part that failed, its slots, and whether memory was lacking."""
         for batch in due:
             for slots in self._slots(batch):
                 if (error := self._failure(batch, slots, drops=drops)) is not None:
@@ -190,7 +190,7 @@ class PhysicalBatches:
         return None
 
     def _failure(self, batch: UnitBatch, slots: slice, *, drops: bool) -> bool | None:
-        """Contribute some slots of a batch; return None, or where that failed whether for want of memory."""
+        """Contribute some slots of a batch; return None, or on failure whether memory was lacking."""
         try:
             self._contribute(piece_of(batch, slots), slots.start)
             self._fitted = self._fitted or batch.rows is not None
@@ -202,7 +202,7 @@ class PhysicalBatches:
                 raise
             if drops:
                 tell_here(f"Kept on this machine: {type(error).__name__}: {error}")
-            # Returned, not handled here: the traceback keeps what the broken pass had allocated alive.
+            # Returned, not handled here: the traceback keeps alive what the failed pass allocated.
             return lacks_memory
         return None
 
@@ -215,7 +215,7 @@ class PhysicalBatches:
         self._sound[batch.part] = [*cut[:at], *sound, *cut[at + 1 :]]
 
     def _bisected(self, batch: UnitBatch, failed: slice) -> list[slice]:
-        """Return the largest parts of a failed one that do not fail; each is contributed alone and forgotten."""
+        """Return the largest parts of a failed one that do not fail; each is contributed alone and discarded."""
         if failed.stop - failed.start <= 1:
             return []
         middle = (failed.start + failed.stop) // 2
@@ -243,7 +243,7 @@ def memory_advice(may_split: bool) -> str:
 
 
 def slots_of(batch: UnitBatch, limit: int | None) -> list[slice]:
-    """Return the slots of a batch in groups of at most ``limit``, those without rows included."""
+    """Return the slots of a batch, including those without rows, in groups of at most ``limit``."""
     size = len(batch.mask)
     return [slice(0, size)] if limit is None or size <= limit else list(rows_in_turn(size, limit))
 
@@ -251,7 +251,7 @@ def slots_of(batch: UnitBatch, limit: int | None) -> list[slice]:
 def piece_of(batch: UnitBatch, slots: slice) -> UnitBatch:
     """Return ``batch`` with only these slots; itself if these are all.
 
-    A batch of fixed shape may end in a slot that nobody fills (`FixedShape.of`): it ends every piece.
+    A batch of fixed shape may end in an empty spare slot (`FixedShape.of`), which then ends every piece.
     """
     if slots.start == 0 and slots.stop >= len(batch.mask):
         return batch
@@ -268,5 +268,5 @@ def piece_of(batch: UnitBatch, slots: slice) -> UnitBatch:
 
 
 def _copy(batch: UnitBatch) -> UnitBatch:
-    """Return the batch with dicts of its own, since a module may write into them; the tensors are shared."""
+    """Return the batch with new dicts, since a module may write into them; the tensors are shared."""
     return batch if batch.rows is None else replace(batch, rows=map_rows(lambda leaf: leaf, batch.rows))

@@ -1,8 +1,8 @@
 """The step that all model families share: from physical batches to the update of the weights.
 
-Physical batches are added up to logical steps; permission is asked for before each release, the privacy mode clips and
-noises, and the optimizer steps, under a plain ``Trainer``, by manual optimization: a step that is refused leaves the
-optimizer untouched.
+Physical batches are added up to logical steps. Before each release the guard is asked for a permit; the privacy mode
+clips and noises, and the optimizer steps. All this runs under a plain ``Trainer``, by manual optimization: a step that
+is refused leaves the optimizer untouched.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ if TYPE_CHECKING:
 
 
 class PrivateStep(Checkpointed):
-    """What `PrivateModule` does in a fit, apart from what its subclasses implement.
+    """The part of `PrivateModule` that runs in a fit, apart from what its subclasses implement.
 
     Guarantees:
-        - A logical step is taken for every draw, an empty one included.
-        - On several ranks the sums of a step are added up before they are noised, and every rank makes the same
+        - A logical step is taken for every draw, including an empty one.
+        - On several ranks the sums of a step are reduced before they are noised, and every rank makes the same
           update from the same noise.
-        - No update is made without a permit, and every permit is asked for before noise is drawn.
-        - What is logged on private rows is refused, unless the mode promises nothing or ``log_private_loss``
+        - No update is made without a permit, and every permit is requested before noise is drawn.
+        - Logging of private rows is refused, unless the mode has no guarantee or ``log_private_loss``
           declares the leak; the card then says so.
     """
 
@@ -69,9 +69,9 @@ class PrivateStep(Checkpointed):
     coupled_loss: bool
     drops_failing_units: bool
     gathers_blocks: bool
-    #: Whether blocks are gathered one by one, in this run: no process then holds all weights, or all gradients.
+    #: Whether blocks are gathered one by one in this run: then no process holds all weights, or all gradients.
     in_blocks: bool = False
-    #: Whether an update is being made: weights, optimizer and step count are then not of one moment.
+    #: Whether an update is in progress: weights, optimizer and step count are then inconsistent.
     updating: bool = False
 
     def _leave_run(self) -> None:
@@ -100,7 +100,7 @@ class PrivateStep(Checkpointed):
         """Store the guard from the accountant once plan, mode and ledger are ready, and reset the rest."""
         self._guard = guard
         self._ranks = Ranks.here()
-        kept = self._shards  # of an earlier fit, whose parameters stay sharded
+        kept = self._shards  # from an earlier fit, whose parameters stay sharded
         self._handover = Handover(self, self._ranks) if kept is None else kept.handover(self._ranks)
         self._physical.begin()
         self._held_error = None
@@ -112,11 +112,11 @@ class PrivateStep(Checkpointed):
         self._losses.clear()
 
     def receive_handover(self, handover: Handover) -> None:
-        """Called where somebody else than ``.grad`` takes the gradients, after `receive_guard` and before a step."""
+        """Set a handover that takes the gradients instead of ``.grad``, after `receive_guard` and before a step."""
         self._handover = handover
 
     def per_row_loss(self, rows: Any) -> Tensor:
-        """Return the loss of each row, shape ``(rows,)``; random numbers of a row come from torch."""
+        """Return the loss of each row, shape ``(rows,)``; a row's random numbers must come from torch."""
         raise UnsupportedModelError(f"{type(self).__name__} does not implement per_row_loss(rows).")
 
     def before_batch(self, batch: UnitBatch) -> None:
@@ -130,7 +130,7 @@ class PrivateStep(Checkpointed):
 
     @property
     def _hides_rows(self) -> bool:
-        """Whether nothing of a private row may be logged, or kept by a hook."""
+        """Whether private rows may affect no logged value and nothing that a hook keeps."""
         return self.privacy.guarantee == "dp" and not self.log_private_loss
 
     def _public(self) -> frozenset[str]:
@@ -151,7 +151,7 @@ class PrivateStep(Checkpointed):
 
     @contextmanager
     def validating(self, *, on_trial: bool) -> Iterator[None]:
-        """Let the step of a validation on public rows write within the block; what it writes on trial is put back."""
+        """Let a validation step on public rows write within the block; on trial, restore what it wrote."""
         kept = KeptState(self) if on_trial else None
         with self._hooks.validating(self), kept_buffers(self) if on_trial else nullcontext():
             yield
@@ -178,7 +178,7 @@ class PrivateStep(Checkpointed):
         return self._handover.whole()
 
     def by_block(self) -> BlockByBlock | None:
-        """Return what gathers the weights of one block at a time from now on; None where they are gathered at once."""
+        """Return what from now on gathers weights one block at a time; None if they are gathered at once."""
         fits = self.gathers_blocks and self.may_split and not self.drops_failing_units
         found = self._handover.by_block() if fits and self.privacy.clips_by_block else None
         self.in_blocks = found is not None
@@ -196,7 +196,7 @@ class PrivateStep(Checkpointed):
         """Whether the units of a physical batch may be split: not if they are compared with each other."""
         return self.privacy.sub_batches is None and not self.coupled_loss
 
-    def on_fit_start(self) -> None:  # before the loader is asked for batches, which it has from the accountant
+    def on_fit_start(self) -> None:  # before batches are requested from the loader, which the accountant set up
         _ = self._counted_by
 
     def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
@@ -205,7 +205,7 @@ class PrivateStep(Checkpointed):
             self._or_hold_error(lambda: self._hooks.compare(self, batch, self._public() | ALWAYS))
         with self._handover.clipping():
             split = self.may_split
-            # That a unit fits nowhere follows from its rows alone: an end of the run would tell of them.
+            # Whether a unit fits depends on its rows alone: ending the run for it would reveal something about them.
             of_memory: Drops = "memory" if self.privacy.guarantee == "dp" else "none"
             drops: Drops = "all" if self.drops_failing_units else of_memory
             advice = memory_advice(split)
@@ -240,10 +240,10 @@ class PrivateStep(Checkpointed):
         return trainer.is_last_batch or 0 <= trainer.max_steps <= trainer.global_step
 
     def _or_hold_error(self, work: Callable[[], object]) -> None:
-        """Do the part of a step that a rank does alone; what it refuses is raised later, on all ranks together.
+        """Do the part of a step that a rank does alone; hold a refusal, to be raised later on all ranks together.
 
-        A rank that left at once would leave the others with a broken connection, and with it rank 0, which has to
-        write down what the refusal means for the claim. After an error nothing more is added.
+        A rank that left at once would break the connections of the others, including rank 0, which has to record what
+        the refusal means for the claim. After an error nothing more is added.
         """
         if self._held_error is not None:
             return
@@ -259,7 +259,7 @@ class PrivateStep(Checkpointed):
             raise self._held_error
 
     def _add_piece(self, batch: UnitBatch, first: int) -> None:
-        """Contribute a physical batch, or a piece of one from its unit ``first`` on, with dropout masks of its own."""
+        """Contribute a physical batch, or a piece of one from its unit ``first`` on, with its own dropout masks."""
         guard = self._counted_by
         self._contribute(batch, guard.stream.model_seed(guard.attempt, batch.step, batch.part) + first)
 
@@ -280,7 +280,7 @@ class PrivateStep(Checkpointed):
             self._rehearses = False
 
     def _contribute(self, batch: UnitBatch, seed: int) -> None:
-        """Add one physical batch to the sum of its logical step, dropout masks and other coins keyed by ``seed``."""
+        """Add one physical batch to the sum of its logical step; ``seed`` keys dropout masks and other draws."""
         if batch.rows is None:
             self.privacy.counts.units += int(batch.mask.sum())
             return
@@ -298,7 +298,7 @@ class PrivateStep(Checkpointed):
         with _wide_defaults(), whole_convolutions():
             try:
                 self.privacy.contribute(self, batch)
-                if self.privacy.guarantee == "dp":  # after the engine, whose refusals say more; nothing was let out yet
+                if self.privacy.guarantee == "dp":  # after the engine, whose refusals say more; nothing is released yet
                     self._couplings.look(self, batch, seed)
             finally:
                 self._couplings.put_back(self)
@@ -313,8 +313,8 @@ class PrivateStep(Checkpointed):
     def unit_loss(self, batch: UnitBatch) -> Callable[..., Tensor]:
         """Return a function that runs the forward pass and returns one loss per row, ``(rows,)``.
 
-        They are scaled so that their sum inside a unit is the unit's mean. Given indices of rows, ``(n,)``, the
-        function runs the forward pass of these alone.
+        The losses are scaled so that their sum over a unit is the unit's mean. Given indices of rows, ``(n,)``, the
+        function runs the forward pass of these rows alone.
         """
         counted = batch.unit_ids if batch.data_rows is None else batch.unit_ids[batch.data_rows]
         rows_of_unit = torch.bincount(counted, minlength=len(batch.mask)).clamp(min=1)[batch.unit_ids]
@@ -346,7 +346,7 @@ class PrivateStep(Checkpointed):
     def note_loss(self, total: float | Tensor) -> None:
         """Add the summed loss of some units to the step's mean. Private: logged only if declared.
 
-        A tensor stays on its device until the step is made: to read it earlier is to wait for it.
+        A tensor stays on its device until the end of the step, since reading it earlier would wait for the device.
         """
         if isinstance(total, Tensor):
             self._losses.append(total)
@@ -367,7 +367,7 @@ class PrivateStep(Checkpointed):
         update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step, salt=permit.salt, **parts)
         del sums
         self.updating = True
-        guard.record(permit, update)  # it lets go of the sums, and measures what becomes of them
+        guard.record(permit, update)  # frees the sums, and measures their noise
         optimizer: Any = self.optimizers()
         self._handover.give(update.gradients, optimizer)
         with outside_steps.off(), self._watched_update(optimizer, guard.stream.model_seed(attempt, step, 0)):
@@ -377,15 +377,15 @@ class PrivateStep(Checkpointed):
         self.updating = False
         if self._hides_rows:
             self._hooks.note_weights(self)
-        if self.privacy.guarantee == "dp":  # of released weights alone, so that an end by them tells nothing further
+        if self.privacy.guarantee == "dp":  # depends on released weights alone, so ending the run reveals nothing more
             self._ranks.together(lambda: refuse_infinite(self, step), quick=True)
         if not self._hides_rows:
             self.log("train/loss", self._loss_sum / max(units, 1), on_step=True, prog_bar=True, batch_size=1)
         self._loss_sum = 0.0
 
     def _move_schedules(self, done: int) -> None:
-        """Step every schedule that is due by its ``interval`` and ``frequency``; a step is a logical one."""
-        if self._trainer is None:  # a step that is put to the test by itself
+        """Step every schedule that is due by its ``interval`` and ``frequency``, in logical steps."""
+        if self._trainer is None:  # a step that is tested by itself
             return
         epochs = self.trainer.current_epoch + 1 if self.trainer.is_last_batch else 0
         for config in self.trainer.lr_scheduler_configs:
@@ -405,7 +405,7 @@ class PrivateStep(Checkpointed):
 
 
 def refuse_infinite(module: nn.Module, step: int) -> None:
-    """Refuse trained weights that are NaN or infinite, as far as they lie on this rank, after logical step ``step``."""
+    """Refuse NaN or infinity in the part of the trained weights on this rank, after logical step ``step``."""
     held = {name: _lies_here(one) for name, one in module.named_parameters() if one.requires_grad}
     held = {name: one for name, one in held.items() if one.is_floating_point() and one.numel()}
     if not held or bool(nn.utils.get_total_norm(held.values(), math.inf).isfinite()):
@@ -421,7 +421,7 @@ def refuse_infinite(module: nn.Module, step: int) -> None:
 
 
 def _lies_here(parameter: nn.Parameter) -> Tensor:
-    """Return what this rank holds of a parameter that may be sharded, by FSDP2 or ZeRO-3."""
+    """Return this rank's part of a parameter that may be sharded, by FSDP2 or ZeRO-3."""
     found: Any = parameter.detach()
     part = getattr(parameter, "ds_tensor", None)
     return cast(
@@ -431,7 +431,7 @@ def _lies_here(parameter: nn.Parameter) -> Tensor:
 
 @contextmanager
 def _wide_defaults() -> Iterator[None]:
-    """Make float32 the default type within: under ``precision=bf16-true`` Lightning makes it bfloat16."""
+    """Make float32 the default type within the block: under ``precision=bf16-true`` Lightning sets bfloat16."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.promote_types(before, torch.float32))
     try:
