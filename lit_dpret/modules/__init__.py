@@ -1,6 +1,6 @@
 """Lightning modules: one training loop, and the model families built on it.
 
-The package is long because the checks of a fit live here: a module of a user's own is examined
+The package is long because the checks of a fit live here: a user's module is examined
 while it trains, for couplings of rows (`coupling_check`) and for what hooks write between batches (`hook_watch`).
 """
 

@@ -20,9 +20,9 @@ from lit_dpret.privacy.ledger.trained import mark_trained, note, note_built, not
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.privacy.user_code import items_of
 
-#: Where a checkpoint names the class that wrote it.
+#: The checkpoint key for the name of the class that wrote it.
 CLASS_KEY = "lit_dpret_class"
-#: Where a checkpoint keeps the settings of its optimizer.
+#: The checkpoint key for the settings of the optimizer.
 OPTIMIZER_KEY = "lit_dpret_optimizer"
 _CLASS = "class"
 _NOT_KEPT = ("self", "__class__", "privacy", "optimizer")
@@ -42,16 +42,16 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
     """A module whose checkpoints load without knowledge of its constructor arguments.
 
     Guarantees:
-        - Checkpoints hold plain values and tensors alone, so that they are read without running code.
-        - ``Class.load_from_checkpoint(path)`` gives the module with its weights, whichever mode trained it.
-        - Checkpoints and state dicts name the runs that trained their weights on private data, and a module into
-          which they are loaded remembers them.
+        - Checkpoints contain only plain values and tensors, so that they are read without running code.
+        - ``Class.load_from_checkpoint(path)`` returns the module with its weights, whichever mode trained it.
+        - Checkpoints and state dicts name the runs that trained their weights on private data, and a module that
+          loads them remembers these runs.
     """
 
     _saved_optimizer: Mapping[str, Any] = {}
 
     def keep_settings(self, settings: Mapping[str, Any]) -> None:
-        """Store the plain ones of a constructor's ``locals()`` in every checkpoint, for ``load_from_checkpoint``."""
+        """Store the plain values of a constructor's ``locals()`` in every checkpoint, for ``load_from_checkpoint``."""
         kept = {name: plain_value(v) for name, v in settings.items() if name not in _NOT_KEPT and is_plain(v)}
         self.save_hyperparameters(kept, logger=False)
 
@@ -68,10 +68,10 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
 
         Args:
             checkpoint_path: The checkpoint of a run of this class.
-            privacy: A mode to train on with; ``NoPrivacy()`` by default. To go on with a private run use
+            privacy: A mode to train on with; ``NoPrivacy()`` by default. To continue a private run, use
                 ``resume=true``, which keeps its ledger.
             optimizer: As for the constructor.
-            settings: Arguments of the constructor that are not plain values, or shall differ.
+            settings: Constructor arguments that are not plain values, or that should differ.
         """
         if not Path(checkpoint_path).is_file():
             raise DataError(f"The checkpoint {checkpoint_path} does not exist.")
@@ -92,8 +92,8 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
     def take_precision(self) -> None:
         """Convert the module, and averages of its weights, to the trainer's precision.
 
-        Lightning converts the module only after it has loaded a checkpoint, whose float64 weights would be rounded to
-        float32 on the way; and never an average, with which weights are swapped.
+        Lightning converts the module only after it has loaded a checkpoint, and would round its float64 weights to
+        float32 on the way. It never converts an average, with which weights are swapped.
         """
         averages = (getattr(callback, "_average_model", None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         for part in (self, *averages):
@@ -108,10 +108,10 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
         if trainer is not None and trainer.state.fn == "fit":
             self.take_precision()
             self._saved_optimizer = checkpoint.get(OPTIMIZER_KEY, {})
-            self.refuse_another_optimizer()  # one of its own is built later, and then asked about
+            self.refuse_another_optimizer()  # a user's own optimizer is built later, and checked then
 
     def refuse_another_optimizer(self) -> None:
-        """Refuse another optimizer than the checkpoint's, whose state would replace its settings without a word."""
+        """Refuse another optimizer than the checkpoint's, whose state would silently replace its settings."""
         saved, now = self._saved_optimizer, _optimizer_of(self)
         for name in sorted(saved.keys() & now.keys()):
             if saved[name] != now[name]:
@@ -130,7 +130,7 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
         checkpoint[OPTIMIZER_KEY] = _optimizer_of(self)
         note(self, checkpoint)
         state = checkpoint.get("state_dict")
-        if state is not None and not hasattr(state, "_metadata"):  # one that a strategy or an average put together
+        if state is not None and not hasattr(state, "_metadata"):  # assembled by a strategy or an average
             checkpoint["state_dict"] = whole = OrderedDict(state)
             whole._metadata = OrderedDict({"": {}})  # type: ignore[attr-defined]
             note(self, whole._metadata[""])  # type: ignore[attr-defined]
@@ -146,14 +146,14 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
     ) -> None:
         if runs := noted(local_metadata):
             mark_trained(self, runs, whole=True)
-            # A part's own state dict, taken from here, names nobody.
+            # The state dict of a part, extracted from this one, names no runs.
             inside = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
             remember_loaded(inside, self, runs)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)
 
 
 def _optimizer_of(module: Any) -> dict[str, Any]:
-    """Return the settings of a module's optimizer as plain values, and its class, which may be its own choice."""
+    """Return the settings of a module's optimizer as plain values, and the class of the optimizer in use."""
     spec = getattr(module, "optimizer_spec", None)
     settings = {} if spec is None else {name: plain_value(value) for name, value in asdict(spec).items()}
     found = [] if module._trainer is None else module.trainer.optimizers
@@ -161,7 +161,7 @@ def _optimizer_of(module: Any) -> dict[str, Any]:
 
 
 def _named(optimizer: Any) -> str:
-    if type(optimizer).__module__.startswith("deepspeed."):  # its class is the stage, which a resume may change
+    if type(optimizer).__module__.startswith("deepspeed."):  # its class depends on the stage, which a resume may change
         optimizer = optimizer.optimizer
     sizes = [str(len(group["params"])) for group in optimizer.param_groups]
     name = type(optimizer).__name__

@@ -1,8 +1,8 @@
 """Train one embedding net: on two views of each image, or on pairs of texts.
 
 The class of paper 002 (Kong, Munoz Medina and Ribero, 2310.03104, section 5.1): a record is a pair of inputs, whose
-loss compares their embeddings with those of the other records. What can be promised about such a loss is the privacy
-mode's to say: ``none``, ``batch_clip``, ``per_example_duplicated`` or ``logit_dp``.
+loss compares their embeddings with those of the other records. The privacy mode determines what can be promised about
+such a loss: ``none``, ``batch_clip``, ``per_example_duplicated`` or ``logit_dp``.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ class EmbeddingTrainer(PairModule):
     """One net for both sides of a pair.
 
     Guarantees:
-        - Without ``encoder`` the net starts as it was given, from no data at all.
+        - Without ``encoder`` the net starts as it was given, without any data.
         - A net that mixes the rows of a batch (batch normalisation) is refused under every private mode.
         - With texts, a passage is never a negative of a query that it answers.
-        - `save_model` writes what ``model.encoder`` reads again: a folder with safetensors and, for a text
+        - `save_model` writes what ``model.encoder`` can read: a folder with safetensors or, for a text
           encoder, one that ``SentenceTransformer(folder)`` loads.
 
     Args:
         privacy: The privacy mode; not ``dp_sgd`` or ``public_passages``, since negatives come from the batch.
         optimizer: Name, learning rate and schedule of the optimizer.
-        net: From a batch of images to embeddings of any length, ``(rows, dim)``; null for a text encoder.
+        net: Maps a batch of images to embeddings of any length, ``(rows, dim)``; null for a text encoder.
         encoder: Without ``net``: ``minilm``, a hub name, a model folder, or a ready `TextEncoder`. With ``net``:
-            a folder that `save_model` wrote, to start from its weights; null to start from the net's own.
-        views: From rows to ``query`` and ``passage``, for a net; null for two augmented views of an image.
-        loss: A loss of the table of similarities; null for the softmax at temperature 1.
+            a folder that `save_model` wrote, to start from its weights; null to keep the net's own.
+        views: Maps rows to ``query`` and ``passage``, for a net; null for two augmented views of an image.
+        loss: A loss of the similarity matrix; null for the softmax at temperature 1.
         dim: The width of the net's embeddings; null for its attribute ``dim``.
-        positions: Places of the output of the net's widest layer, by which ``privacy.norms=auto`` judges
-            costs: 256 is 16 x 16, what `EmbeddingNet`'s first layer makes of 32 x 32 pixels.
-        max_query_length: Tokens of a query that a text encoder reads.
+        positions: The number of output positions of the net's widest layer, from which ``privacy.norms=auto``
+            estimates costs: 256 is 16 x 16, the output of `EmbeddingNet`'s first layer for 32 x 32 pixels.
+        max_query_length: The maximum number of tokens of a query for a text encoder.
         max_passage_length: The same for a passage.
-        query_prefix: Put before every query; null for what the encoder's folder says.
-        passage_prefix: Put before every passage; null for what the encoder's folder says.
+        query_prefix: A prefix for every query; null for that of the encoder's folder.
+        passage_prefix: A prefix for every passage; null for that of the encoder's folder.
         log_private_loss: Log the training loss although it is an unaccounted release.
 
     Raises:
         ConfigurationError: Two settings contradict each other, or the encoder cannot be found.
-        UnsupportedModelError: The net mixes rows under a private mode, or the weights are those of another one.
+        UnsupportedModelError: The net mixes rows under a private mode, or the weights are those of another net.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class EmbeddingTrainer(PairModule):
     ) -> None:
         settings = dict(locals())
         super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
-        if net is None and isinstance(encoder, (str, Path)):  # no file says how a net is built
+        if net is None and isinstance(encoder, (str, Path)):  # no file records how a net is built
             self.keep_settings(settings)
         if privacy.candidates == "pool":
             raise ConfigurationError(
@@ -128,10 +128,10 @@ class EmbeddingTrainer(PairModule):
         self.positions = positions
 
     def collate_rows(self, rows: list[Any]) -> dict[str, Any]:
-        """Return two views of each image; or tokens of both texts, and the right answers.
+        """Return two views of each image; or the tokens of both texts, and the correct answers.
 
         Returns:
-            ``query`` and ``passage``, features with the rows first; of texts also ``answers``, booleans of
+            ``query`` and ``passage``, features with the rows first; for texts also ``answers``, booleans of
             shape ``(rows, rows)``.
         """
         encoder = self.net
@@ -145,9 +145,9 @@ class EmbeddingTrainer(PairModule):
         }
 
     def try_rows(self, rows: list[Any]) -> None:
-        """Embed both sides of rows that are no data; what cannot be read ends in the error of torch.
+        """Embed both sides of rows that are not data; rows that cannot be read raise torch's error.
 
-        What views and net keep of them is put back: some take a scale from their first images.
+        What views and net keep of them is discarded: some take a scale from their first images.
         """
         weight = next(self.parameters())
         with evaluation_mode(self), torch.no_grad(), kept_generators(), self.validating(on_trial=True):

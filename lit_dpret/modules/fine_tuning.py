@@ -50,7 +50,7 @@ def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
-    """Return a Hugging Face model with adapters by ``peft.LoraConfig(**settings)`` and all else frozen, in place."""
+    """Add adapters by ``peft.LoraConfig(**settings)`` to a Hugging Face model in place, freeze the rest, return it."""
     peft = _peft()
     tied = _tied(model)
     try:
@@ -122,14 +122,14 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 
 def _twin(model: Any) -> Any:
-    """Return a copy of a model with adapters. One that is trained in shards cannot be copied, and is built again."""
+    """Return a copy of a model with adapters. A model trained in shards cannot be copied, and is built again."""
     if not any(is_sharded(parameter) for parameter in model.parameters()):
         return copy.deepcopy(model)
     base = model.get_base_model()
     with torch.random.fork_rng(devices=[]):  # the constructor draws weights that are then replaced
         fresh = type(base)(copy.deepcopy(base.config))
         for name, part in base._modules.items():
-            if part is None:  # an encoder without its pooler
+            if part is None:  # such as an encoder without its pooler
                 fresh._modules[name] = None
         twin = _peft().get_peft_model(fresh, copy.deepcopy(model.peft_config[model.active_adapter]))
     twin.load_state_dict(model.state_dict(), assign=True)

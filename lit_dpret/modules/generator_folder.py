@@ -1,8 +1,8 @@
 """Save and load a generator: weights, tokenizer and contract in one folder.
 
 A prompt dropped on the way, or a passage cut at another length, changes what a model writes without
-any error. So the prompt, the two lengths and the case folding are saved beside the weights, and
-whoever loads the folder gets texts turned into tokens exactly as training did it.
+any error. So the prompt, the two lengths and the case folding are saved next to the weights, and
+a loaded generator turns texts into tokens exactly as in training.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ PASSAGE = "{passage}"
 class GeneratorContract:
     """How texts become tokens: everything besides the weights that determines what is generated."""
 
-    prompt: str = "generate_query: "  # put before every passage; or the text around it, where it says ``{passage}``
-    max_passage_length: int = 384  # tokens of prompt and passage together, the end mark included
-    max_query_length: int = 128  # tokens of a query, the end mark included
-    lower_case: bool = False  # lower-case prompt-less passages and queries before they are tokenised
-    # Ids of tuned virtual tokens, put before every passage, beyond its maximal length.
+    prompt: str = "generate_query: "  # a prefix for every passage; or the text around it, marked by ``{passage}``
+    max_passage_length: int = 384  # tokens of prompt and passage together, including the end mark
+    max_query_length: int = 128  # tokens of a query, including the end mark
+    lower_case: bool = False  # lower-case passages (without prompt) and queries before they are tokenised
+    # Ids of tuned virtual tokens, put before every passage, in addition to its maximal length.
     virtual_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class GeneratorContract:
 
     @property
     def source_length(self) -> int:
-        """The most tokens before a query: prompt, passage and virtual tokens."""
+        """The maximum number of tokens before a query: prompt, passage and virtual tokens."""
         return len(self.virtual_ids) + self.max_passage_length
 
     @property
@@ -67,7 +67,7 @@ class GeneratorContract:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any], *, place: str = CONTRACT_NAME) -> GeneratorContract:
-        """Read it back from ``place``; refuse another format or an unknown key."""
+        """Return the contract with these facts from ``place``; refuse another format or an unknown key."""
         found = facts.get("format") if isinstance(facts, Mapping) else None
         if found != CONTRACT_FORMAT or isinstance(found, bool):
             raise UnsupportedModelError(
@@ -84,18 +84,18 @@ class TextCodec:
     """Convert texts to token ids and back, with one tokenizer under one contract.
 
     Guarantees:
-        - A text that is too long loses its end, never its end mark, nor the prompt after it.
-        - The tokenizer is left as it was: no truncation setting leaks into its saved files.
+        - A text that is too long loses its end, but never its end mark or the prompt after it.
+        - The tokenizer is unchanged: no truncation setting leaks into its saved files.
     """
 
-    tokenizer: PreTrainedTokenizerBase  # that of the model
+    tokenizer: PreTrainedTokenizerBase  # the model's tokenizer
     contract: GeneratorContract  # prompt and lengths
     # Whether the query follows the passage in one sequence, as in decoder-only models: then no mark ends the passage,
     # and a space at the end of the prompt belongs to the query's first token.
     continues: bool = False
 
     def passages(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of virtual tokens, prompt and passage, at most ``max_passage_length``."""
+        """Return the ids of virtual tokens, prompt and passage; ``max_passage_length`` limits the latter two."""
         return [[*self.contract.virtual_ids, *ids] for ids in self.token_ids(texts, "passage")]
 
     def queries(self, texts: Sequence[str]) -> list[list[int]]:
@@ -131,7 +131,7 @@ class TextCodec:
 
     @cached_property
     def line_breaks(self) -> list[int]:
-        """The tokens of a decoder-only model that hold a line break: a query is one line, and ends before it."""
+        """The tokens of a decoder-only model that contain a line break: a query is one line, and ends before it."""
         if not self.continues:
             return []
         texts = self.tokenizer.batch_decode([[token] for token in range(len(self.tokenizer))])
@@ -143,7 +143,7 @@ class TextCodec:
         return " ".join(str(decoded).split())
 
     def _ids(self, texts: list[str], tail: list[int], limit: int | None, *, marks: bool = True) -> list[list[int]]:
-        """Return the ids of texts, cut so that the ids of ``tail`` fit behind them; ``marks`` as the tokenizer sets."""
+        """Return the ids of texts, cut so that ``tail`` fits after them; with ``marks``, add the tokenizer's marks."""
         if not texts:
             return []
         rows: list[list[int]] = self.tokenizer(texts, add_special_tokens=marks, verbose=False)["input_ids"]
@@ -153,7 +153,7 @@ class TextCodec:
 
 @dataclass(frozen=True)
 class Example:
-    """A public passage and query, shown to the model before the passage to write for."""
+    """A public passage and query, shown to the model before the passage to write a query for."""
 
     passage: str
     query: str
@@ -182,8 +182,8 @@ class Example:
 def whole_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, examples: Sequence[Example], *, chat: bool) -> str:
     """Return the text around a passage: the answered examples, and the prompt itself.
 
-    With ``chat`` they are turns of the tokenizer's chat template, up to where the last answer begins; else texts with
-    a blank line between them.
+    With ``chat`` they are turns of the tokenizer's chat template, up to the start of the last answer; otherwise texts
+    separated by blank lines.
     """
     asked = [(prompt.replace(PASSAGE, example.passage), example.query) for example in examples]
     if not chat:
@@ -201,7 +201,7 @@ def whole_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, examples: Sequ
     turns.append({"role": "user", "content": prompt})
     text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
     first = tokenizer("", verbose=False)["input_ids"]
-    # A template that writes the begin mark itself, for a tokenizer that sets it too.
+    # Remove the begin mark of a template that writes it, if the tokenizer adds it too.
     return text.removeprefix(str(tokenizer.bos_token)) if first and first[0] == tokenizer.bos_token_id else text
 
 
@@ -230,11 +230,11 @@ class GeneratorModel:
 def save_generator(folder: str | Path, model: PreTrainedModel, codec: TextCodec) -> Path:
     """Write weights, tokenizer and contract to ``folder``, atomically.
 
-    The folder is an ordinary Hugging Face model folder with one file more. An older generator
-    there is replaced; a folder that holds anything else is left alone.
+    The folder is an ordinary Hugging Face model folder with one additional file. It replaces an older
+    generator; a folder that contains anything else is not changed.
 
     Raises:
-        StorageError: The folder cannot be written, or holds something else.
+        StorageError: The folder cannot be written, or contains something else.
     """
     target = Path(folder)
     if target.exists() and not is_generator(target) and (not target.is_dir() or any(target.iterdir())):
@@ -270,7 +270,7 @@ def save_generator(folder: str | Path, model: PreTrainedModel, codec: TextCodec)
 
 
 def load_generator(folder: str | Path) -> GeneratorModel:
-    """Read what ``save_generator`` wrote; weights in float32, dropout off."""
+    """Load what ``save_generator`` wrote; weights in float32, dropout off."""
     folder = Path(folder)
     contract = read_contract(folder)
     model = load_language_model(folder)
@@ -310,7 +310,7 @@ def refuse_tuned_prompt(source: str | Path) -> None:
 
 
 def weights_hash(folder: str | Path) -> str:
-    """Return the SHA-256 of config, weights, tokenizer and contract of a saved generator, by file name."""
+    """Return the SHA-256 of config, weights, tokenizer and contract of a saved generator, with their file names."""
     digest = hashlib.sha256()
     names = [CONTRACT_NAME, "config.json", "tokenizer.json", "tokenizer_config.json"]
     files = [Path(folder) / name for name in names] + sorted(Path(folder).glob("*.safetensors"))

@@ -1,8 +1,8 @@
 """Compare what a module and its optimizer hold before and after hooks.
 
-A forward pass is watched while it runs (`StateWatch`). Around it, hooks have the batch and its losses at hand. What
-they write into a weight, a buffer or a tensor of the module reaches later steps without noise; what they write into
-the rows couples these.
+A forward pass is watched while it runs (`StateWatch`). Hooks before and after it can access the batch and its losses.
+What they write into a weight, a buffer or a tensor of the module reaches later steps without noise. What they write
+into the rows couples these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.state_watch import checksums
 from lit_dpret.privacy.user_code import attributes_of, items_of
 
-#: Values that hold nothing; a class derived from one may.
+#: Values that hold nothing; subclasses may.
 _HOLD_NOTHING = (bool, int, float, str, type(None))
 
 
@@ -34,16 +34,16 @@ class HookWatch:
     """Compare the state of a module and its optimizer before and after hooks, around some batches (`Looks`).
 
     Guarantees:
-        - Refused by name is a parameter, a buffer, a tensor or array in an attribute of the module or of a part, a
-          tensor of the optimizer's state, or any other tensor or array that the code of the loss reads (`ReadByLoss`),
-          that was written, added or removed between the end of a batch and the beginning of the next. While the
-          optimizer steps the same holds of the noised gradients, and not of the trained parameters and the state. A
-          name of which a part is declared public passes.
-        - Between two updates no trained parameter changes, whoever writes it and whenever. On XLA, where values are
-          read at a cost, this is not looked at.
-        - The end of every epoch and of the training is looked at, before a card, a model or a checkpoint is written.
-        - A batch whose tensors are others than were collated is refused.
-        - Where each rank holds parts of the parameters, the parameters are not looked at.
+        - A write, addition or removal between the end of a batch and the start of the next is refused by name. This
+          covers parameters, buffers, tensors and arrays in attributes of the module and its parts, tensors of the
+          optimizer's state, and all other tensors and arrays that the code of the loss reads (`ReadByLoss`). While the
+          optimizer steps, the noised gradients are covered too, but not the trained parameters and the state. A name
+          passes if a part of it is declared public.
+        - Between two updates no trained parameter changes, by any writer at any time. On XLA, where reading values is
+          expensive, this is not checked.
+        - The end of every epoch and of the training is checked, before a card, a model or a checkpoint is written.
+        - A batch whose tensors differ from those that were collated is refused.
+        - If each rank holds parts of the parameters, the parameters are not checked.
 
     Numbers that are not tensors are not compared, since a schedule sets them too, nor are the states of torchmetrics.
     """
@@ -59,11 +59,11 @@ class HookWatch:
         self._begun = False
 
     def note_weights(self, module: Any) -> None:
-        """Store the trained parameters after an update."""
+        """Store checksums of the trained parameters after an update."""
         self._weights = _weights(module)
 
     def compare_weights(self, module: Any, public: Collection[str]) -> None:
-        """Refuse, before an update, what was written into a trained parameter since the last one."""
+        """Refuse, before an update, writes into a trained parameter since the last update."""
         if self._weights is not None:
             _refuse_writes(module, self._weights, _weights(module), public, "between two updates")
 
@@ -78,16 +78,16 @@ class HookWatch:
         self._seen = _values(module) if self._looks.due(coin) or ends_epoch else None
 
     def compare(self, module: Any, batch: UnitBatch, public: Collection[str]) -> None:
-        """Refuse, before ``batch`` starts, what was written since the stored state; names in ``public`` pass."""
+        """Refuse, before ``batch`` starts, writes since the stored state; names in ``public`` pass."""
         seen, self._seen = self._seen, None
         if seen is not None:
             _refuse_changed_rows(module, batch)
             _refuse_writes(module, seen, _values(module), public, "between two batches")
 
     def compare_last(self, module: Any, public: Collection[str], *, trained: bool) -> None:
-        """Refuse what was written after the last batch.
+        """Refuse writes after the last batch.
 
-        ``trained`` is false where an average of the weights has taken their place by now.
+        ``trained`` is false if an average has replaced the weights by now.
         """
         if (seen := self._seen) is not None:
             now = _values(module)
@@ -97,7 +97,7 @@ class HookWatch:
 
     @contextmanager
     def validating(self, module: Any) -> Iterator[None]:
-        """Let what a validation on public rows writes pass."""
+        """Accept writes by a validation on public rows within the block."""
         if self._seen is None:
             yield
             return
@@ -110,7 +110,7 @@ class HookWatch:
 
     @contextmanager
     def optimizing(self, module: Any, optimizer: Any, public: Collection[str], coin: int) -> Iterator[None]:
-        """Watch some updates of the optimizer, the first one too, during which hooks may write nothing else."""
+        """Watch some updates of the optimizer, including the first, during which hooks may write nothing else."""
         if not self._updates.due(coin):
             yield
             return
@@ -125,7 +125,7 @@ def _refuse_changed_rows(module: Any, batch: UnitBatch) -> None:
         return
     now = digests_of(batch.rows)
     for path, (kind, digest) in batch.digests.items():
-        # Low precision may have cast numbers on the way.
+        # Low precision may have cast numbers in the meantime.
         if path not in now or (now[path][0] == kind and now[path][1] != digest):
             raise UnsupportedModelError(
                 f"{path} of a batch is not what collate_rows made of it when the training step of "
@@ -155,10 +155,10 @@ def _weights(module: Any) -> dict[str, int]:
 
 
 def _values(module: Any, *, trained: bool = True, optimizer: Any = None) -> dict[str, int]:
-    """Return a checksum by name of everything that is watched, the gradients of an ``optimizer`` included."""
+    """Return checksums by name of everything that is watched, including the gradients of an ``optimizer``."""
     held = dict(_held(module, trained))
     held |= dict(code_of_loss(module).tensors())
-    if not trained:  # views of them are trained as well
+    if not trained:  # views of trained parameters are trained too
         views = {memory_of(one) for one in trainable(module).values()}
         held = {name: one for name, one in held.items() if memory_of(one) not in views}
     if optimizer is None and not module.in_shards:
@@ -170,7 +170,7 @@ def _values(module: Any, *, trained: bool = True, optimizer: Any = None) -> dict
 
 
 def _state(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """The moments and the like that optimizers keep, by the place of their parameter."""
+    """Yield the tensors in the optimizers' states, such as moments, by the index of their parameter."""
     found = [] if module._trainer is None else module.trainer.optimizers
     for number, optimizer in enumerate(found):
         for place, kept in enumerate(optimizer.state.values()):
@@ -182,7 +182,7 @@ def _held(module: Any, trained: bool) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, p) for name, p in module.named_parameters() if trained or not p.requires_grad)
     yield from module.named_buffers()
     for prefix, part in module.named_modules():
-        if isinstance(part, Metric):  # read by whoever logs it, which is looked at, and by no loss (CouplingCheck)
+        if isinstance(part, Metric):  # logging it is checked elsewhere, and no loss may read it (CouplingCheck)
             continue
         for name, value in vars(part).items():
             if name not in OWN_TO_MODULES:
@@ -190,7 +190,7 @@ def _held(module: Any, trained: bool) -> Iterator[tuple[str, Tensor]]:
 
 
 def _within(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors and arrays in an attribute, in lists, dicts and plain objects."""
+    """Yield the tensors and arrays in an attribute, in lists, dicts and plain objects."""
     if type(value) in _HOLD_NOTHING or isinstance(value, nn.Parameter):
         return
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""The plain values that a module keeps between batches, and the batches in which they are looked at."""
+"""The plain values that a module keeps between batches, and the choice of batches to examine."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from lit_dpret.privacy.state_watch import COPIED, checksums, is_copied
 from lit_dpret.privacy.user_code import ReadByLoss, Space, attributes_of, dict_of, slots_of
 from lit_dpret.privacy.user_generators import own_generators
 
-#: What `PrivateStep._leave_run` sets.
+#: The attributes that `PrivateStep._leave_run` sets, and others of a run.
 OF_A_RUN = frozenset({
     "_guard", "_ranks", "_shards", "_handover", "_physical", "_held_error", "_batches_seen", "_loss_sum", "_losses",
 })  # fmt: skip
 OWN_TO_MODULES = frozenset({*vars(nn.Module()), MARK})
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 LIBRARIES = ("torch", "lightning", "transformers", "tokenizers", "peft", "torchmetrics", "lit_dpret")
-#: Of a longer list, that many entries are looked at.
+#: At most this many entries of a list are examined.
 ENTRIES = 1000
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
-#: More objects of one name than these are not compared.
+#: At most this many objects below one name are compared.
 _OBJECTS = 5_000
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-#: Whose names hold no values of a batch, or are put back by others.
+#: Their names hold no values of a batch, or other code restores them.
 _NOT_COMPARED = (nn.Parameter, nn.Module)
-#: Objects of these packages are not looked into.
+#: The attributes of objects from these packages are not examined.
 _KNOWN = ("builtins", "numpy", *LIBRARIES)
 
 
 class _Still(NamedTuple):
-    """The attributes of a part that holds nothing that can change in place, and its `KeptState.contents`."""
+    """The attributes of a part whose values cannot change in place, and its `KeptState.contents`."""
 
     names: list[str]
     values: list[Any]
@@ -58,7 +58,7 @@ class _Still(NamedTuple):
         kind: Any = type(space.owner)
         if not isinstance(space.owner, nn.Module) or slots_of(kind):
             return None
-        if any(isinstance(value, GENERATORS) for value in kept.values()):  # which change in place
+        if any(isinstance(value, GENERATORS) for value in kept.values()):  # these change in place
             return None
         alone = (
             isinstance(v, _SCALARS) or _is_alone(v) or (id(v) in owners and not _container(v)) for v in kept.values()
@@ -76,10 +76,9 @@ class _Still(NamedTuple):
 class KeptState:
     """The plain values that a module keeps, so that every pass starts from the same state.
 
-    They stand in attributes of its parts, and where the code of its loss may bind names (`ReadByLoss`): in attributes
-    of objects and classes, closures and globals. Values are put back where they stood, so that whoever else holds a
-    list or a tensor sees the same. What no code names stays as the passes leave it: where a loss hangs on it, two
-    passes in a row show it.
+    They are in attributes of its parts and, where the code of its loss may bind names (`ReadByLoss`), in attributes of
+    objects and classes, closures and globals. Values are restored in place, so that other holders of a list or a tensor
+    see the same. What no code names stays as the passes leave it: if a loss depends on it, two passes in a row show it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -90,13 +89,13 @@ class KeptState:
         ours = {id(part) for part in parts}
         self._spaces = [*map(Space, parts), *(space for space in read.spaces if id(space.owner) not in ours)]
         self._caches = read.caches
-        #: What trained tensors lie in, of which a container may hold another view: training writes those.
+        #: The memory of trained tensors, of which a container may hold another view: training writes to it.
         self._weights = frozenset(map(memory_of, (*module.parameters(), *module.buffers())))
         held = [_data_of(space) for space in self._spaces]
         kept = [t for values in held for t in _tensors_of(list(values.values())) if not is_copied(t)]
         self._large = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
-        self._owners = {id(space.owner) for space in self._spaces}  # whose names are places of their own
-        #: Most parts of a model are so, and looking at all names of all of them takes as long as a pass of a small one.
+        self._owners = {id(space.owner) for space in self._spaces}  # their names are examined as spaces of their own
+        #: Most parts of a model are still, and examining all names of all parts takes as long as a pass of a small one.
         self._still = [_Still.of(space, _values_of(space), self._owners) for space in self._spaces]
         self._first = self._now = [self._saved_values(values) for values in held]
         self._objects = [_objects_of(space, values) for space, values in zip(self._spaces, held, strict=True)]
@@ -110,7 +109,7 @@ class KeptState:
 
     @property
     def metrics(self) -> list[Metric]:
-        """The metrics of torchmetrics that the module holds, or that the code of its loss reads."""
+        """The torchmetrics metrics that the module holds, or that the code of its loss reads."""
         return [space.owner for space in self._spaces if isinstance(space.owner, Metric)]
 
     def begin(self) -> None:
@@ -129,9 +128,10 @@ class KeptState:
 
     @contextmanager
     def without_objects_since(self, earlier: KeptState, public: frozenset[str]) -> Iterator[list[str]]:
-        """Let a pass find what an ``earlier`` state had where there is an object now, and yield the names of these.
+        """Replace objects that are new since ``earlier`` by what was there, within the block; yield their names.
 
-        That is nothing, or None; of this state itself also another object. Those of ``public`` names stay.
+        What was there is nothing, or a plain value such as None; if ``earlier`` is this state itself, it may be another
+        object. Objects with ``public`` names stay.
         """
         kept = zip(earlier._spaces, earlier._first, earlier._objects, strict=True)
         before = {space.key: (values, objects) for space, values, objects in kept}
@@ -155,7 +155,7 @@ class KeptState:
                 each()
 
     def contents(self) -> dict[tuple[int, str], Any]:
-        """Return what each name of each place holds now, equal where its content is."""
+        """Return what each name of each space holds now; equal values have equal content."""
         found, seen = {}, dict[int, Any]()
         for at, (space, still) in enumerate(zip(self._spaces, self._still, strict=True)):
             if still is not None and self._is_still(at):
@@ -168,7 +168,7 @@ class KeptState:
         return found
 
     def names_from(self, names: Collection[tuple[int, str]], first: KeptState) -> dict[tuple[Any, ...], KeptName]:
-        """Return ``names`` of `contents` by place, to be put back as they were in a ``first`` state."""
+        """Return ``names`` of `contents` by location, to be restored to their values in a ``first`` state."""
         before = {space.key: values for space, values in zip(first._spaces, first._bound, strict=True)}
         found = {}
         for at, name in names:
@@ -183,7 +183,7 @@ class KeptState:
         return sorted({f"{s.name}.{name}" for s, name in held if isinstance(s.read().get(name), GENERATORS)})
 
     def put_back(self, public: Collection[str] = ()) -> None:
-        """Give all names what they had at `begin`, but for those that are ``public``."""
+        """Restore what all names held at `begin`, except ``public`` names."""
         self._install(self._now, public)
 
     def refuse_writes(self, refuse: Callable[[], NoReturn]) -> None:
@@ -197,7 +197,7 @@ class KeptState:
             held = space.read()
             data = _data_of(space, held)
             values = {name: give for name, give in values.items() if name not in public} if public else values
-            # What has become an object of another kind since, as a cache that was None, stays.
+            # A value that has become an object of another kind since, such as a cache that was None, stays.
             fitting = {name: give() for name, give in values.items() if name not in held or name in data}
             changed = {name: value for name, value in fitting.items() if name not in held or held[name] is not value}
             space.write(changed, data.keys() - values.keys() - {*public})
@@ -206,7 +206,7 @@ class KeptState:
 
 
 class KeptName:
-    """A name that is put back as it was when it was last noted: whoever else writes it in between is not undone."""
+    """A name that is restored to its value when last noted: writes by other code before that are kept."""
 
     def __init__(self, space: Space, name: str, weights: Collection[object], give: Callable[[], Any] | None) -> None:
         self.label = f"{space.name}.{name}"
@@ -221,7 +221,7 @@ class KeptName:
 
 
 def code_of_loss(module: Any) -> ReadByLoss:
-    """Return a search of what the loss of ``module`` reads, what its Trainer has included."""
+    """Return a search of everything that the loss of ``module`` reads, including objects of its Trainer."""
     trainer = getattr(module, "_trainer", None)
     if trainer is None:
         return ReadByLoss(module, [])
@@ -230,7 +230,7 @@ def code_of_loss(module: Any) -> ReadByLoss:
 
 
 def _values_of(space: Space, held: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return what the names hold that the code of a loss may bind: no weight, no part, nothing of the run's."""
+    """Return the values of names that the code of a loss may bind: no weight, no part, nothing of the run."""
     held = space.read() if held is None else held
     if isinstance(space.owner, nn.Module):
         ours = OWN_TO_MODULES | OF_A_RUN if "_couplings" in held else OWN_TO_MODULES
@@ -245,7 +245,7 @@ def _data_of(space: Space, held: dict[str, Any] | None = None) -> dict[str, Any]
 
 
 def _objects_of(space: Space, data: Collection[str]) -> dict[str, Any]:
-    """Return the names that hold neither plain data, nor a part of a module, nor what a library made."""
+    """Return the names that hold neither plain data, nor a part of a module, nor a library object."""
     values = _values_of(space).items()
     return {name: value for name, value in values if name not in data and not _is_of_a_library(value)}
 
@@ -256,20 +256,20 @@ def _is_of_a_library(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Return whether a value can be put back: plain values, tensors, generators, and what a container holds."""
-    if isinstance(value, _SCALARS):  # most are, and classes of torch answer slowly
+    """Return whether a value can be restored: plain values, tensors, generators, and containers."""
+    if isinstance(value, _SCALARS):  # most values are, and classes of torch are slow to check
         return True
     if isinstance(value, nn.Parameter):
         return False
     if isinstance(value, (Tensor, np.ndarray, *GENERATORS)):
         return True
-    if _container(value) is not None:  # whatever it holds is put back into it
+    if _container(value) is not None:  # its content is restored, whatever it is
         return True
     return isinstance(value, tuple) and all(_is_data(each) for each in value[:ENTRIES])
 
 
 def _container(value: Any) -> Any:
-    """Return the class of Python's whose methods fill a container: those of a derived class may do something else."""
+    """Return the Python class whose methods fill a container: those of a derived class may do something else."""
     return next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
 
 
@@ -278,7 +278,7 @@ def _held_by(value: Any, kind: Any) -> list[Any]:
 
 
 def memory_of(tensor: Tensor) -> object:
-    """Return where the values of a tensor lie; the tensor itself where it gives no address (XLA, sparse, freed)."""
+    """Return the memory address of a tensor; the tensor's id if it has no address (XLA, sparse, freed)."""
     try:
         return id(tensor) if is_lazy(tensor.device) else (tensor.device, tensor.untyped_storage().data_ptr())
     except (NotImplementedError, RuntimeError):
@@ -286,7 +286,7 @@ def memory_of(tensor: Tensor) -> object:
 
 
 def _tensors_of(value: Any, inside: frozenset[int] = frozenset()) -> Iterator[Tensor]:
-    """Yield the tensors that have bits of their own, also in containers, of which one may hold itself."""
+    """Yield the tensors with memory of their own, also in containers, which may contain themselves."""
     if isinstance(value, Tensor):
         if not (value.is_quantized or value.is_nested):
             yield value
@@ -296,14 +296,14 @@ def _tensors_of(value: Any, inside: frozenset[int] = frozenset()) -> Iterator[Te
 
 
 def _saved(value: Any, weights: Collection[object], inside: frozenset[int] = frozenset()) -> Callable[[], Any]:
-    """Return a function that returns ``value`` with the content that it has now; it may be ``inside`` itself.
+    """Return a function that returns ``value`` with its present content; ``inside`` are the containers around it.
 
-    What lies in the memory of ``weights`` is left as it is.
+    Content in the memory of ``weights`` is left as it is.
     """
     if (_container(value) or isinstance(value, tuple)) and id(value) not in inside:
         return partial(_refilled, value, _contents(value, weights, inside | {id(value)}))
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        # One that is expanded or made for inference is written by nobody.
+        # Expanded tensors and inference tensors are never written.
         strided = value.layout is torch.strided and not (value.is_quantized or value.is_nested)
         if not (strided and is_copied(value)) or value.is_inference() or value.is_meta or 0 in value.stride():
             return partial(_same, value)
@@ -322,7 +322,7 @@ def _saved(value: Any, weights: Collection[object], inside: frozenset[int] = fro
 
 
 def _content(value: Any, seen: dict[int, Any], most: int) -> Any:
-    """Return what equals that of another value if both hold the same; an object of a library equals itself alone."""
+    """Return a key that is equal for values with equal content; a library object equals only itself."""
     if isinstance(value, _SCALARS):
         return type(value), value
     if isinstance(value, GENERATORS):
@@ -331,7 +331,7 @@ def _content(value: Any, seen: dict[int, Any], most: int) -> Any:
         return id(value), value
     if id(value) in seen or len(seen) > most:
         return ()
-    seen[id(value)] = value  # which keeps its id from being given again
+    seen[id(value)] = value  # keeps its id from being reused
     if isinstance(value, Tensor):
         plain = is_copied(value) and not (value.is_quantized or value.is_nested or value.is_meta)
         return (value.shape, value.dtype, *checksums([value])) if plain else (id(value), value)
@@ -348,7 +348,7 @@ def _content(value: Any, seen: dict[int, Any], most: int) -> Any:
 
 
 def _is_alone(value: Any) -> bool:
-    """Return whether a value equals itself alone: a weight, or an object that is not looked into."""
+    """Return whether a value equals only itself: a weight, or an object that is not examined."""
     if isinstance(value, nn.Parameter):
         return True
     looked_into = isinstance(value, (*_SCALARS, Tensor, np.ndarray, tuple, *_CONTAINERS))
@@ -362,9 +362,9 @@ def _same(value: Any, write: Callable[[Any], object] | None = None, content: Any
 
 
 def _contents(value: Any, weights: Collection[object], inside: frozenset[int]) -> list[Any]:
-    """Return what a container holds, each thing behind a function of `_saved`, or as it is.
+    """Return whether a container's content is plain, its keys, and its values: as they are if plain, else `_saved`.
 
-    That is where all are scalars, or where there are more than `ENTRIES`.
+    It is plain if all values are scalars, or if there are more than `ENTRIES`.
     """
     kind = _container(value) or tuple
     held = _held_by(value, kind)
@@ -381,7 +381,7 @@ def _refilled(value: Any, contents: list[Any]) -> Any:
     before, now = [*held[-ENTRIES:], *held[:ENTRIES]], _held_by(value, kind)
     same = len(held) == len(now) and all(map(is_, before, [*now[-ENTRIES:], *now[:ENTRIES]]))
     if same and (keys is None or len(keys) > ENTRIES or all(map(is_, keys, kind.__iter__(value)))):
-        return value  # which may refuse to be written
+        return value  # it may refuse writes
     kind.clear(value)
     if keys is not None:
         for key, each in zip(keys, held, strict=True):
@@ -392,7 +392,7 @@ def _refilled(value: Any, contents: list[Any]) -> Any:
 
 
 def is_foreign(value: Any) -> bool:
-    """Return whether a value is a plain object of the user's own."""
+    """Return whether a value is a plain user-defined object."""
     if isinstance(value, (nn.Module, PrivacyMode, type, Optimizer, LRScheduler)):
         return False
     has_attributes = dict_of(value) is not None or hasattr(type(value), "__slots__")
@@ -402,7 +402,7 @@ def is_foreign(value: Any) -> bool:
 class Looks:
     """Choose the batches to check: the first, and after the n-th one drawn at random from 1.5 n to 2.5 n.
 
-    Without the coin, a dependence in every fourth batch might never be met.
+    Without randomness, a dependence in every fourth batch might never be examined.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Train on a teacher's margins between passages, for a module with frozen passage embeddings.
 
-They are named for the rows of a batch before the step, as for any dual encoder (`lit_dpret.negatives`), and stand in
-it as places in the public list, whose embeddings exist already.
+They are chosen for the rows of a batch before the step, as for any dual encoder (`lit_dpret.negatives`), and stored in
+the batch as indices of the public list, whose embeddings exist already.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lit_dpret.privacy.modes import PrivacyMode
 
 
 class LabelledMargins:
-    """Labelled passages by place, and the margins' error, a function of a row's own query, passage and labels."""
+    """Labelled passages by index, and the error of margins, a function of a row's own query, passage and labels."""
 
     def __init__(self, sources: Sources, loss: Any, privacy: PrivacyMode) -> None:
         listed = list(sources.values()) if isinstance(sources, Mapping) else list(sources)
@@ -44,7 +44,7 @@ class LabelledMargins:
         self.of_rows, self.loss = RowNegatives(listed, privacy), loss
 
     def learn(self, data: Any) -> None:
-        """Read the labels of a DataModule's train queries; it lists its public passages and judgements."""
+        """Read the labels of a DataModule's train queries; it must list its public passages and judgements."""
         no_towers: Any = None  # labels are read from a file, so nothing is embedded
         self.of_rows.learn(TrainTexts.of(data), no_towers)
 
@@ -52,7 +52,7 @@ class LabelledMargins:
         return self._texts().keys(rows)
 
     def before_batch(self, batch: UnitBatch, place: Mapping[str, int], *, epoch: int) -> None:
-        """Put ``compared_at`` and ``margins``, ``(rows, each)``, into a batch; ``place`` is each passage's, by id."""
+        """Put ``compared_at`` and ``margins``, ``(rows, each)``, into a batch; ``place`` maps ids to indices."""
         nothing: Any = None
         chosen = self.of_rows.places(batch.rows, step=batch.step, epoch=epoch, embed=nothing)
         own_at, names = chosen["own_at"], self._texts().passage_ids

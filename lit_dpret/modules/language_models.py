@@ -26,14 +26,14 @@ from lit_dpret.modules.smollm2 import SMOLLM2, smollm2_path
 
 PUBLIC_T5 = "public_t5"
 # Loading never guesses. A folder that is not a language model, or lacks some of its weights (Hugging Face would fill
-# them with noise and go on), is refused in one line that names it.
+# them with noise and continue), is refused in one line that names it.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, StrictDataclassError)
 
 
 def load_tokenizer(source: str | Path | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Return a tokenizer by hub name, folder, ``public_t5``, ``smollm2``, or itself.
 
-    One without a padding mark, as those of GPT-2 and Llama are, pads with its end mark: padding is never looked at.
+    A tokenizer without a padding mark, such as those of GPT-2 and Llama, pads with its end mark: padding is never read.
     """
     if isinstance(source, PreTrainedTokenizerBase):
         tokenizer = source
@@ -79,7 +79,7 @@ def _auto_class(config: PretrainedConfig) -> Any:
 def config_of_new(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:
     """Return the Hugging Face config of a new model from its fields (``model_type`` defaults to ``t5``).
 
-    Special token ids and ``vocab_size`` come from the tokenizer where they are not given.
+    Special token ids and ``vocab_size`` come from the tokenizer if they are not given.
     """
     given = dict(config)
     kind = str(given.pop("model_type", "t5"))
@@ -111,7 +111,7 @@ def config_of_new(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase 
 
 
 def config_of_stored(source: str | Path, *, known: Mapping[str, Mapping[str, Any]] | None = None) -> PretrainedConfig:
-    """Return the config of what `load_language_model` would load; from ``known`` where the cache has none."""
+    """Return the config of what `load_language_model` would load; from ``known`` if the cache has none."""
     shapes = known or {}
     if str(source) in shapes and (str(source) == SMOLLM2 or not _is_cached(_place(source))):
         facts = dict(shapes[str(source)])
@@ -171,7 +171,7 @@ def _place(source: str | Path) -> str:
 
 
 def _is_local(place: str) -> bool:
-    """Return whether the hub is not asked: it need not be, or does not answer, when its client tries for a minute."""
+    """Return whether to skip the hub: the model is cached, or the hub does not answer (its client retries a minute)."""
     return _is_cached(place) or not hub_answers()
 
 
@@ -201,7 +201,7 @@ def _checked(model: PreTrainedModel, source: object) -> PreTrainedModel:
     return model
 
 
-# By these names the configs of Hugging Face call the rates of layers, and those of attention.
+# The names that Hugging Face configs give to the dropout rates of layers, and to those of attention.
 _DROPOUT = ("dropout_rate", "dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop")
 _ATTENTION_DROPOUT = ("attention_dropout", "activation_dropout", "attn_pdrop")
 

@@ -1,7 +1,7 @@
 """`GeneratorOutline`: a generator without its weights, sufficient to plan a run of any size.
 
-The model is built on PyTorch's ``meta`` device, so that a 3B model is planned on a laptop. The shapes of published
-models are known here by their hub names, because a plan must not need a network.
+The model is built on PyTorch's ``meta`` device, so that a 3B model can be planned on a laptop. The shapes of published
+models are listed here by hub name, because a plan must not need a network.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def _llama(width: int, heads: int, shared: int, wide: int, layers: int, words: i
 
 _SMOLLM2_135M = _llama(576, 9, 3, 1536, 30, 49152)
 
-#: By hub name: the T5s of Raffel et al. (2020, 1910.10683), section 3.7, and the released "T5.1.1" ones; SmolLM2
-#: (Allal et al. 2025, 2502.02737); Qwen2.5 and Qwen3, as their configs on the hub state.
+#: By hub name: the T5 models of Raffel et al. (2020, 1910.10683), section 3.7, and the released "T5.1.1" ones; SmolLM2
+#: (Allal et al. 2025, 2502.02737); Qwen2.5 and Qwen3, as stated by their configs on the hub.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "google-t5/t5-small": _shape(512, 8, 64, 2048, 6),
     "google-t5/t5-base": _shape(768, 12, 64, 3072, 12),
@@ -71,19 +71,19 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 class GeneratorOutline:
     """The facts about a generator that a plan needs."""
 
-    model: nn.Module  # its layers, of the right shapes; the weights may lie on the ``meta`` device
+    model: nn.Module  # its layers, with the right shapes; the weights may be on the ``meta`` device
     name: str  # for the reader
     max_passage_length: int  # tokens of a passage, with its prompt
     max_query_length: int  # tokens of a query
     optimizer: str  # the optimizer's name
     gradient_checkpointing: bool = False  # whether activations are recomputed
-    lora: Mapping[str, Any] | None = None  # arguments of the adapters, where there are any
-    prompt_tuning: Mapping[str, Any] | None = None  # settings of the virtual tokens, where there are any
-    trainable_patterns: Sequence[str] | None = None  # what is trained, where not everything is
+    lora: Mapping[str, Any] | None = None  # arguments of the adapters, if there are any
+    prompt_tuning: Mapping[str, Any] | None = None  # settings of the virtual tokens, if there are any
+    trainable_patterns: Sequence[str] | None = None  # what is trained, if not everything is
 
     @property
     def source_length(self) -> int:
-        """The most tokens of the encoder's input, virtual ones included."""
+        """The maximum number of tokens of the encoder's input, including virtual ones."""
         virtual = 0 if self.prompt_tuning is None else PromptTuning.of(self.prompt_tuning).num_virtual_tokens
         return virtual + self.max_passage_length
 
@@ -101,7 +101,7 @@ class GeneratorOutline:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """The weights of the largest block that a strategy gathers by itself, and those outside of any."""
+        """The weights of the largest part that a strategy gathers by itself, and those outside all blocks."""
         found = [sum(p.numel() for p in block.parameters()) for block in own_blocks(self.model)]
         outside = self.parameters - sum(found)
         return max([outside, *found]), outside
@@ -124,7 +124,7 @@ class GeneratorOutline:
     ) -> GeneratorOutline:
         """Return the outline of a `QueryGenerator` with these arguments, without loading any weight.
 
-        A published model that is in no cache is planned from its known shape, without asking the hub.
+        A published model that is not in the cache is planned from its known shape, without asking the hub.
         """
         refuse_two_choices({"trainable_patterns": trainable_patterns, "lora": lora, "prompt_tuning": prompt_tuning})
         if pretrained is None and config is None:

@@ -1,8 +1,8 @@
 """Modules that contrast pairs: two sides, one embedding each, and a matrix of similarities.
 
-A subclass says how rows become features of two sides, how features become embeddings, and which loss is made of the
-table of similarities. From these come the losses of the rows with the batch for candidates, with copies of the batch,
-and the pairs whose similarities are clipped one by one.
+A subclass defines how rows become features of two sides, how features become embeddings, and the loss of the similarity
+matrix. From these follow the row losses with the batch as candidates, those with copies of the batch, and the pairs
+whose similarities are clipped individually.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class PairModule(PrivateModule):
     rows)``: which passages are not negatives of a row, decided from that row and the passage's row alone.
 
     Guarantees:
-        - A method of one's own that the privacy mode, or what is saved, would leave out is refused.
-        - A logical batch that would be cut into physical batches is refused before the first update, unless
-          the privacy mode assigns units to sub-batches: cut in two, each query would see half of its negatives.
+        - A user-defined method that the privacy mode, or the saved model, would ignore is refused.
+        - A logical batch that would be split into physical batches is refused before the first update, unless
+          the privacy mode assigns units to sub-batches: split in two, each query would see half of its negatives.
     """
 
     takes_public_passages: bool = False
@@ -54,7 +54,7 @@ class PairModule(PrivateModule):
         self.coupled_loss = privacy.candidates != "pool"
 
     def _refuse_unused(self, privacy: PrivacyMode) -> None:
-        """Refuse methods of the user's own that are not called where a user would expect it."""
+        """Refuse user-defined methods that are not called where a user would expect it."""
         name = type(self).__name__
         of_pairs = privacy.guarantee == "dp" and privacy.candidates in ("batch", "copies")
         for method in ("per_row_loss", "table_losses") if of_pairs and not privacy.clips_whole_batch else ():
@@ -82,7 +82,7 @@ class PairModule(PrivateModule):
     def embed(self, features: Any, side: Side) -> Tensor:
         """Return embeddings whose dot product is the loss's similarity, ``(rows, dim)``.
 
-        Of length 1 for the cosine; for a bounded dot product, those longer than the loss's ``radius`` are
+        For the cosine they have length 1; for a bounded dot product, those longer than the loss's ``radius`` are
         scaled down to it.
         """
         found = self.represent(features, side)
@@ -101,7 +101,7 @@ class PairModule(PrivateModule):
         return self.table_losses(queries, passages, rows.get("answers"))
 
     def probe_features(self, side: Side) -> Any | None:
-        """Return features of two rows that are no data; None if the module has none."""
+        """Return features of two rows that are not data; None if the module has none."""
         return None
 
     def probe_losses(self) -> Tensor | None:
@@ -109,7 +109,7 @@ class PairModule(PrivateModule):
         if queries is None or passages is None:
             return None
         tables = self.embed(queries, "query"), self.embed(passages, "passage")
-        if isinstance(self.loss, MarginMSELoss):  # of labels, which only data have
+        if isinstance(self.loss, MarginMSELoss):  # needs labels, which only data have
             return (tables[0] * tables[1]).sum(dim=1)
         if isinstance(self.loss, PublicPoolSoftmaxLoss):
             losses: Tensor = self.loss(*tables, positive_index=torch.arange(len(tables[0]), device=self.device))
@@ -121,15 +121,15 @@ class PairModule(PrivateModule):
         if isinstance(self.loss, PairwiseLoss):
             with torch.autocast(queries.device.type, enabled=False):
                 wide = torch.promote_types(queries.dtype, torch.float32)
-                expected = max(len(queries), 2)  # a row alone has no negatives, so their weight does not matter
+                expected = max(len(queries), 2)  # a lone row has no negatives, so their weight does not matter
                 return self.pair_loss(expected).row_losses(queries.to(wide) @ passages.to(wide).T, answers)
         losses: Tensor = self.loss(queries, passages, mask=answers)
         return losses
 
     def pair_loss(self, expected: float) -> PairwiseLoss:
-        """Return the loss as a function of the matrix of similarities, if it is one.
+        """Return the loss as a function of the similarity matrix; refuse a loss that is not one.
 
-        ``expected`` fills in the normaliser of a loss that has one and was given none: under privacy a public number.
+        ``expected`` is the normaliser of a loss that has one and got no value: under privacy a public number.
         """
         loss = self.loss
         if isinstance(loss, InBatchSoftmaxLoss) and loss.similarity == "cosine":
@@ -161,7 +161,7 @@ class PairModule(PrivateModule):
         """Return public facts for choosing the method of pair norms.
 
         Returns:
-            ``dim`` of an embedding, ``positions`` of a text or a picture at most, whether both sides have
+            ``dim`` of an embedding, the maximum ``positions`` of a text or an image, whether both sides have
             ``shared`` parameters, and whether it is a bias-free ``linear_head`` on frozen features.
         """
         raise UnsupportedModelError(f"{type(self).__name__} does not implement pair_shape().")
@@ -178,7 +178,7 @@ class PairModule(PrivateModule):
     def copied_loss(self, batch: UnitBatch, part: slice) -> Callable[[], Tensor]:
         """Return a function for the losses of rows ``part``, each with its own copy of the batch's passages.
 
-        In it no row shares anything with another one, so that each has a gradient of its own. A unit has one row.
+        Rows share nothing in it, so each row has its own gradient. A unit has one row.
         """
         temperature, rows = self.row_temperature(), batch.rows
         count, of_part = len(batch.unit_ids), part.stop - part.start
@@ -210,10 +210,10 @@ class PairModule(PrivateModule):
         return None if encoder is None else encoder.token_ids(texts, of_side, whole=whole)
 
     def canary_scores(self, rows: Sequence[Row]) -> Tensor:
-        """Return the log odds of each row's own passage among those of the other rows.
+        """Return the log odds of each row's own passage among those of the other rows; at least two rows.
 
-        The rows of an audit are public but for the coins, so they serve as each other's candidates, whatever the
-        candidates in training were. Two rows at least.
+        The rows of an audit are public except for the coins, so they are each other's candidates, whatever the
+        candidates in training were.
         """
         with evaluation_mode(self), torch.no_grad():
             queries, passages = (side.double().cpu() for side in self._both_sides(rows))
@@ -233,7 +233,7 @@ class PairModule(PrivateModule):
         queries, passages = zip(*found, strict=True)
         return torch.cat(queries), torch.cat(passages)
 
-    # -- negatives from elsewhere than the batch -----------------------------------------------
+    # -- negatives from sources other than the batch -------------------------------------------
 
     @property
     def row_sources(self) -> RowNegatives | None:
@@ -282,7 +282,7 @@ class PairModule(PrivateModule):
 
 
 def _owner(module: nn.Module, method: str) -> type:
-    """Return the class whose ``method`` a module has."""
+    """Return the class that defines a module's ``method``."""
     return next(kind for kind in type(module).__mro__ if method in vars(kind))
 
 
@@ -302,7 +302,7 @@ def make_encoder(
     query_prefix: str | None,
     passage_prefix: str | None,
 ) -> TextEncoder:
-    """Return the shared tower that a dual encoder's settings describe, normalised, in float32."""
+    """Return the shared tower that a dual encoder's settings describe, normalised; in float32 unless given."""
     if isinstance(encoder, TextEncoder):
         if not encoder.contract.normalise:
             raise ConfigurationError("model.encoder does not normalise its embeddings; set normalise=True in it.")
@@ -336,7 +336,7 @@ def make_towers(
 ) -> tuple[TextEncoder, TextEncoder | None]:
     """Return the encoders of queries and of passages for the settings of `make_encoder`; None for a shared one.
 
-    Separate ones start as a folder has them, and equal where it has one for both sides; neither shares a weight.
+    Separate encoders start as a folder stores them, and equal if it stores one for both sides; they share no weight.
     """
     if separate and isinstance(encoder, (str, Path)) and settings.get("config") is None:
         found = load_towers(encoder)

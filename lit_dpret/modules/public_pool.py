@@ -20,8 +20,8 @@ from lit_dpret.settings import require_whole
 class PublicPool:
     """The public list of passages, and the candidates of each step among them.
 
-    They are a function of (``seed``, step) and of the number of public passages; where all are candidates (``size``
-    null), nothing is drawn.
+    The candidates are a function of (``seed``, step) and of the number of public passages. If all passages are
+    candidates (``size`` null), nothing is drawn.
     """
 
     def __init__(self, size: int | None, seed: int) -> None:
@@ -36,9 +36,9 @@ class PublicPool:
         self._drawn = None
 
     def draw(self, step: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return the candidates of a logical step: their places, and for each passage its place among them or -1.
+        """Return a logical step's candidates: their indices, and each passage's position among them or -1.
 
-        Both are None where all passages are candidates.
+        Both are None if all passages are candidates.
         """
         if self.size is None or self.size >= len(self.place):
             return None, None
@@ -51,10 +51,10 @@ class PublicPool:
         return self._drawn[1:]
 
     def places(self, own: Sequence[str], positives: Sequence[Collection[str]]) -> tuple[Tensor, Tensor]:
-        """Return the places of some rows' passages in the public list.
+        """Return the indices of some rows' passages in the public list.
 
-        The place of each row's ``own`` passage, ``(rows,)``, and those of the query's further ``positives``, ``(rows,
-        most of them)``, filled up with -1.
+        The first is the index of each row's ``own`` passage, ``(rows,)``. The second has the indices of the query's
+        other ``positives``, ``(rows, most of them)``, padded with -1.
         """
         unknown = next((name for name in own if name not in self.place), None)
         if unknown is not None:
@@ -74,15 +74,15 @@ class PoolCandidates:
     """The public passages of one step."""
 
     step: int  # the logical step
-    place: Tensor | None  # for each public passage, its place among the candidates or -1; None where all are
-    embeddings: Tensor | None  # without gradient, ``(count, dim)``; None where their gradient is wanted
-    features: Any  # then their tokens
-    count: int  # how many there are
+    place: Tensor | None  # each public passage's position among the candidates, or -1; None if all are candidates
+    embeddings: Tensor | None  # without gradient, ``(count, dim)``; None if their gradient is needed
+    features: Any  # the tokens, if the gradient is needed
+    count: int  # the number of candidates
 
     def add_to(self, compared: Compared, answers: Tensor, embed: Callable[[Any], Tensor]) -> None:
         """Add the candidates to rows: once for all rows, or with a copy for each if their gradient counts.
 
-        ``answers`` are places of each row's answers in the public list, filled up with -1, ``(rows, most of them)``.
+        ``answers`` are indices of each row's answers in the public list, padded with -1, ``(rows, most of them)``.
         """
         places = answers if self.place is None else torch.where(answers < 0, answers, self.place[answers])
         mask = marked(places, self.count)
@@ -100,8 +100,8 @@ RowsLoss = Callable[[slice, Tensor], Tensor]
 def row_by_row(loss: RowsLoss, embeddings: Tensor, *, rows_at_once: int) -> Tensor:
     """Return the losses of all rows, ``(rows,)``, differentiable once with respect to ``embeddings``, ``(rows, dim)``.
 
-    The table of logits, rows x pool, is the largest thing in a step by far. Here each part of it is made, turned into
-    losses and their gradient, and forgotten. ``loss`` maps a slice of rows and their embeddings to ``(part,)``; one
+    The table of logits, rows x pool, is by far the largest object of a step. Here each part of it is computed, turned
+    into losses and their gradient, and freed. ``loss`` maps a slice of rows and their embeddings to ``(part,)``; a loss
     that couples rows would get a wrong gradient.
     """
     losses: Tensor = _RowByRow.apply(embeddings, loss, max(1, rows_at_once))  # type: ignore[no-untyped-call]

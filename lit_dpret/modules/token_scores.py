@@ -24,10 +24,10 @@ class TokenScores:
     """Log probabilities of the tokens of some queries, one row for each, padded with zeros."""
 
     log_probs: Floats  # in nats, shape ``(queries, tokens)``; the end mark is a query's last token
-    mask: NDArray[np.bool_]  # which of them are tokens; of the same shape
-    tokens: NDArray[np.int64]  # their ids, -100 where there is none; of the same shape
-    # Expectation of the log probability of a token that the model draws itself, of the same shape; None where it was
-    # not asked for.
+    mask: NDArray[np.bool_]  # which entries are tokens; of the same shape
+    tokens: NDArray[np.int64]  # their ids, -100 for padding; of the same shape
+    # The expected log probability of a token drawn by the model itself, of the same shape; None if it was not
+    # requested.
     means: Floats | None = None
     deviations: Floats | None = None  # its standard deviation, likewise
 
@@ -44,7 +44,7 @@ class TokenScores:
 
 
 class TokenScorer:
-    """Teacher forcing: the probability under the model of each token of a given query.
+    """Compute, by teacher forcing, the probability under the model of each token of a given query.
 
     Args:
         model: A language model, which is put into evaluation mode.
@@ -88,10 +88,10 @@ class TokenScorer:
 
         Args:
             queries: Texts; one that is too long is cut as in training.
-            passages: As many.
-            moments: Also the mean and the deviation under the model's own next-token distribution.
+            passages: As many texts.
+            moments: Also compute the mean and the deviation under the model's own next-token distribution.
             batch_size: Pairs per forward pass.
-            progress: Called with (pairs done, pairs in all).
+            progress: Called with (pairs done, total pairs).
         """
         if len(queries) != len(passages) or not queries:
             raise DataError(f"{len(queries)} queries and {len(passages)} passages: there must be as many, and some.")
@@ -136,7 +136,7 @@ def in_batches_by_length(
 ) -> Iterator[list[int]]:
     """Yield indices of all texts by length, longest first: little padding, and memory errors come first.
 
-    ``progress`` is called with (texts done, texts in all) after each batch.
+    ``progress`` is called with (texts done, total texts) after each batch.
 
     Example:
         >>> list(in_batches_by_length([3, 9, 5], 2))

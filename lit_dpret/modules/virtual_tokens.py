@@ -1,7 +1,7 @@
 """Prompt tuning: trained virtual tokens before a passage, the rest of the model frozen.
 
 Virtual tokens cannot be merged into the weights, but they can be merged into the vocabulary: a saved generator is a
-plain model with that many more embedding rows.
+plain model with one more embedding row for each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PromptTuning:
     """The settings of `model.prompt_tuning`, named as in ``peft.PromptTuningConfig``."""
 
     num_virtual_tokens: int = 20  # vectors before every passage; each is as wide as an embedding
-    # What they start from, which is public in every case: ``SAMPLE_VOCAB``, embeddings of random words; ``RANDOM``,
+    # Their initial values, which are public in every case: ``SAMPLE_VOCAB``, embeddings of random words; ``RANDOM``,
     # standard normal numbers; ``TEXT``, the embeddings of ``prompt_tuning_init_text``.
     prompt_tuning_init: PromptInit = "SAMPLE_VOCAB"
     # Repeated or truncated to ``num_virtual_tokens``. It is published with the model: never take it from private
@@ -57,8 +57,8 @@ class PromptTuning:
 class PromptedEmbedding(nn.Module):
     """Frozen embeddings of words, and trained ones of virtual tokens (Lester et al. 2021, 2104.08691, section 2).
 
-    The ids of virtual tokens come after all words. Whoever turns texts into ids puts them before every passage, so
-    masks, lengths and whatever else counts tokens need not know of them. ``start`` has the shape ``(tokens, dim)``.
+    The ids of virtual tokens come after all words. The code that turns texts into ids puts them before every passage,
+    so masks, lengths and other code that counts tokens need no changes. ``start`` has the shape ``(tokens, dim)``.
     """
 
     def __init__(self, words: nn.Embedding, start: Tensor) -> None:
@@ -89,7 +89,7 @@ def add_prompt(
 ) -> tuple[int, ...]:
     """Freeze a language model and add trainable virtual tokens, read by its encoder if it has one; return their ids.
 
-    The ids are to be put before every passage. Without ``tokenizer`` shapes alone are made, as on the ``meta`` device.
+    The caller must put the ids before every passage. Without ``tokenizer`` only shapes are created, as on ``meta``.
     """
     wanted = PromptTuning.of(settings)
     plain: Any = model
@@ -116,7 +116,7 @@ def add_prompt(
 
 
 def _start(wanted: PromptTuning, words: nn.Embedding, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Return what the virtual tokens start from: public weights, public settings, and coins that are not secret."""
+    """Return the virtual tokens' initial values: from public weights, public settings and public random draws."""
     count, dim = wanted.num_virtual_tokens, words.embedding_dim
     if wanted.prompt_tuning_init == "RANDOM":
         return torch.randn(count, dim, dtype=words.weight.dtype)
@@ -139,8 +139,8 @@ def without_prompt(model: PreTrainedModel) -> PreTrainedModel:
     """Return a plain model whose last embedding rows are the virtual tokens; itself without virtual tokens.
 
     Guarantees:
-        - Nothing but those rows differs from the model that training started from.
-        - What it writes by ``generate`` holds no virtual token: its generation config suppresses them.
+        - Only those rows differ from the model that training started from.
+        - What it writes by ``generate`` contains no virtual token: its generation config suppresses them.
     """
     place = next((name for name, module in model.named_modules() if isinstance(module, PromptedEmbedding)), None)
     if place is None:
@@ -160,7 +160,7 @@ def without_prompt(model: PreTrainedModel) -> PreTrainedModel:
         longer[f"{head_place}.bias"] = _with_zeros(head.bias, len(rows))
     config = copy.deepcopy(model.config)
     config.vocab_size = len(table)
-    with torch.device("meta"):  # no copy of the weights, no numbers drawn; and parts of FSDP cannot be copied
+    with torch.device("meta"):  # without copying weights or drawing numbers; and parts of FSDP cannot be copied
         made = shaped(config, words.dtype)
     kept = {name: weight for name, weight in model.state_dict().items() if not name.startswith(f"{place}.")}
     made.load_state_dict(kept | longer, assign=True)
