@@ -1,13 +1,13 @@
-"""Clip with one block of the model gathered at a time, the sums added up and divided block by block.
+"""Clip with one block of the model gathered at a time; sums are reduced and sharded block by block.
 
-Book-keeping clipping needs weights in the forward and the backward pass alone: norms and weighted sums are made of
-inputs and output gradients. So a block is gathered before one of its modules runs, or the backward pass asks for one of
-its weights, and takes the place of the one before. The weighted sum of a block is added up over the ranks, of which
-each keeps its shard, before that of the next one is made.
+Book-keeping clipping needs weights in the forward and the backward pass alone: norms and weighted sums are computed
+from inputs and output gradients. So a block is gathered, replacing the one before, when one of its modules is about to
+run or the backward pass needs one of its weights. The weighted sum of a block is reduced over the ranks, each of which
+keeps its shard, before that of the next block is computed.
 
-Ranks do not make the same passes: one may have no rows, check its batch, or begin again in smaller batches because
-memory ran out. So before each message all ranks say what they ask for, and serve each other; whoever has nothing to do
-serves until nobody has. What a rank added cannot be taken back by itself: if it begins again, all ranks do.
+Ranks do not make the same passes: one may have no rows, check its batch, or restart in smaller batches because memory
+ran out. So before each message all ranks state what they need, and serve each other; a rank with nothing to do serves
+until all are done. What a rank added cannot be taken back by that rank alone: if it restarts, all ranks do.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _IDLE, _AGAIN = -1, -2
 
 
 class BeganAgain(BaseException):
-    """Another rank began the logical step again, so this one has to; its sums are forgotten already.
+    """Another rank restarted the logical step, so this one must too; its sums are already discarded.
 
-    No ``except Exception``, of a check or of the user's, may go on after it: the total would lack this rank's units.
+    No ``except Exception``, of a check or of the user, may continue after it: the total would lack this rank's units.
     """
 
 
 class BlockByBlock:
-    """What a clipping engine needs of parameters in shards: weights for its passes, and a place for its sums.
+    """Gives a clipping engine what it needs of sharded parameters: weights for its passes, and a place for its sums.
 
     Guarantees:
-        - Beside its shards a rank holds the weights of one block and of what belongs to none, or the weighted sum of
-          one of them and a message; never all weights or the whole sum.
-        - What a rank added since a step began is in the total once, or all ranks began again.
+        - Besides its shards, a rank holds the weights of one block and those outside all blocks, or the weighted sum
+          of one of them and a message; never all weights or the whole sum.
+        - What a rank added since a step began is in the total once, or all ranks restarted.
 
     Attributes:
-        parts: The names of trained parameters whose sums are added up together.
+        parts: The names of trained parameters whose sums are reduced together.
     """
 
     def __init__(self, shards: ShardedParameters, ranks: Ranks) -> None:
@@ -61,13 +61,13 @@ class BlockByBlock:
             id(part): index for index, block in enumerate(self._blocks) for part in block.modules
             if index < self._rest or part._parameters
         }  # fmt: skip
-        self._memory: dict[int, int] = {}  # the block that lies there now
-        self._sums: dict[int, Tensor] = {}  # of each part that any rank added, this rank's shards in one
+        self._memory: dict[int, int] = {}  # by memory address, the block stored there now
+        self._sums: dict[int, Tensor] = {}  # for each part that any rank added, this rank's shards in one tensor
         self._offered: dict[str, Tensor] = {}
         self._added = self._tells_again = self._settled = False
-        self._has_to_begin = False  # until `forget`: a handler of the user's may have gone on after `BeganAgain`
+        self._has_to_begin = False  # until `forget`: a user's handler may have continued after `BeganAgain`
         largest = max(sum(shards.cuts[n].memory.numel() for n in names) for names in self.parts)
-        # A quarter of the largest block, so that a message takes little beside it.
+        # A quarter of the largest block, so that a message needs little additional memory.
         self._bucket = min(BUCKET, max(largest // 4, 1))
         self._layouts = [shards.layout(names) for names in self.parts]
         self._device = shards.cuts[self._trained[0]].memory.device
@@ -85,13 +85,13 @@ class BlockByBlock:
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Let every rank make forward and backward passes of its own; all leave together. A collective call."""
+        """Let every rank make its own forward and backward passes; all leave together. A collective call."""
         self._settled = False
         with self.placed():
             handle = register_module_forward_pre_hook(self._before_forward)
             try:
                 with saved_tensors_hooks(self._pack, self._unpack):
-                    if self._blocks[self._rest].cuts:  # the module itself may read them, which is no call of a module
+                    if self._blocks[self._rest].cuts:  # the module itself may read them outside any module call
                         self._need(self._rest)
                     yield
                 while not self._settled:
@@ -129,7 +129,7 @@ class BlockByBlock:
             self._need(index)
 
     def _pack(self, tensor: Tensor) -> Any:
-        # Detached, or an operation that saves its own output would hold itself, and all below it, for ever.
+        # Detached: otherwise an operation that saves its own output would keep itself, and all below it, alive.
         tensor = tensor.detach()
         if tensor.layout is torch.strided:
             index = self._memory.get(tensor.untyped_storage().data_ptr())
@@ -144,7 +144,7 @@ class BlockByBlock:
             self._need(index)
             return tensor
         tensor, version = packed
-        if tensor._version != version:  # where tensors are packed, autograd does not look
+        if tensor._version != version:  # autograd does not check this for packed tensors
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected {version}."
@@ -173,14 +173,14 @@ class BlockByBlock:
         return self._shards.as_shards(own, self._trained, self._wide)
 
     def forget(self) -> None:
-        """Forget what this rank added in this step: where it added something, all ranks begin again."""
+        """Discard what this rank added in this step: if it added anything, all ranks restart."""
         self._tells_again = self._tells_again or self._added
         self._added = self._has_to_begin = False
 
     # -- messages ----------------------------------------------------------------------------
 
     def settle(self) -> bool:
-        """Serve the others until nobody asks; return whether another rank began again before."""
+        """Serve the others until no rank needs anything; return whether another rank restarted before."""
         try:
             while any(word != _IDLE for word in self._ask(_IDLE)):
                 pass
@@ -192,7 +192,7 @@ class BlockByBlock:
     def _ask(self, wanted: int) -> list[int]:
         if self._has_to_begin:
             raise BeganAgain
-        # What memory is wanted for a message is found out before the others wait for this rank, and not after.
+        # Find out whether there is memory for a message before the others wait for this rank, not after.
         most = self._bucket + max(
             (each.length for n, each in enumerate(self._layouts) if n not in self._sums), default=0
         )

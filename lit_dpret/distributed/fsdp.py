@@ -1,9 +1,9 @@
-"""Parameters sharded over the ranks as FSDP2 does: gathered while gradients are clipped, sharded otherwise.
+"""Parameters sharded over the ranks as in FSDP2: gathered while gradients are clipped, sharded otherwise.
 
-Each parameter is a ``DTensor``, cut along its first axis. It is gathered by this module and not by the hooks of
-``fully_shard``: those take for granted that all ranks make the same passes, and here one may make more than another
-(`lit_dpret.distributed.block_by_block`). Clipped sums are added up in float32 or wider, and each rank noises its shard
-by flat index, as one process would, and steps on it.
+Each parameter is a ``DTensor``, split along its first axis. This module gathers it, not the hooks of ``fully_shard``,
+which assume that all ranks make the same passes; here one rank may make more than another
+(`lit_dpret.distributed.block_by_block`). Clipped sums are reduced in float32 or wider. Each rank noises its shard by
+flat index, as one process would, and steps on it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from lit_dpret.settings import require_number
 
 
 class CutParameter:
-    """One parameter: the shard of this rank, and a plain tensor that holds all of it while it has memory.
+    """One parameter: the shard of this rank, and a plain tensor for the whole parameter, which has memory at times.
 
     Attributes:
-        cut: This rank's rows, as a ``DTensor``; what an optimizer steps on and a checkpoint holds.
-        whole: The same object all along, so that a clipping engine knows it again.
-        memory: The flat memory of ``whole``; at its end there may be rows to make shards of one size.
+        cut: This rank's rows, as a ``DTensor``; the optimizer steps on it, and a checkpoint holds it.
+        whole: The same object throughout, so that a clipping engine recognises it.
+        memory: The flat memory of ``whole``; padding rows at its end may make all shards equally large.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class CutParameter:
         stride = torch.empty(shape, device="meta").stride()
         placed: Any = DTensor.from_local(own, mesh, [Rows(0)], run_check=False, shape=shape, stride=stride)
         self.cut: Any = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-        self.count = rows * (parameter.numel() // max(shape[0], 1))  # of a shard, filled up
+        self.count = rows * (parameter.numel() // max(shape[0], 1))  # elements of a shard, including padding
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         self.memory = torch.empty(world * self.count, dtype=kind, device=device)
-        # Set to the same memory, and not a view of it: what is written there counts no version of the parameter.
+        # Set to the same memory, not a view of it: writes to the memory then leave the parameter's version unchanged.
         plain = torch.empty(0, dtype=kind, device=device).set_(self.memory.untyped_storage(), 0, shape, stride)  # type: ignore[call-overload]
         self.whole = nn.Parameter(plain, requires_grad=parameter.requires_grad)
         self._places = places
@@ -73,7 +73,7 @@ class CutParameter:
             setattr(store, name, self.whole if whole else self.cut)
 
     def own(self) -> Tensor:
-        """Return this rank's shard, flat, filled up with zeros, in the type of the gathered copies."""
+        """Return this rank's shard, flat, padded with zeros, in the dtype of the gathered copies."""
         mine = self.cut.to_local().detach().to(self.memory.dtype).reshape(-1)
         return mine if mine.numel() == self.count else torch.cat([mine, mine.new_zeros(self.count - mine.numel())])
 
@@ -95,7 +95,7 @@ class Block:
         self.gathered = False
 
     def gather(self, ranks: Ranks) -> None:
-        """Fill the memory from all ranks, which all do so at the same time."""
+        """Fill the memory from all ranks; a collective call."""
         for each in self.cuts.values():
             ranks.gather_into(each.memory, each.own())
         self.gathered = True
@@ -106,15 +106,15 @@ class ShardedParameters:
 
     Guarantees:
         - Outside of ``gather`` and ``scatter`` every parameter is a ``DTensor`` of which this rank holds a part.
-        - Between them each is a plain tensor, the same object every time, so that a clipping engine knows it again.
-        - Whatever a forward pass does to the gathered copies is forgotten by ``scatter``.
-        - What is sharded is what rank 0 holds, whatever the others began with.
+        - Between them each is a plain tensor, the same object every time, so that a clipping engine recognises it.
+        - Whatever a forward pass does to the gathered copies is discarded by ``scatter``.
+        - The sharded values are those of rank 0, whatever the other ranks started with.
 
     Args:
-        module: Each block of a ``ModuleList`` whose parameters nobody else uses is gathered by itself (``blocks``), the
+        module: Each block of a ``ModuleList`` with exclusive parameters is gathered by itself (``blocks``), the
             rest together (the last of ``blocks``).
-        mesh: One-dimensional: the ranks.
-        compute_dtype: What the gathered copies are in; None for that of the parameters, which stay as they are.
+        mesh: A one-dimensional mesh of the ranks.
+        compute_dtype: The dtype of the gathered copies; None for that of the parameters, which keep theirs.
     """
 
     def __init__(self, module: nn.Module, mesh: Any, *, compute_dtype: torch.dtype | None = None) -> None:
@@ -139,7 +139,7 @@ class ShardedParameters:
         found: list[dict[str, CutParameter]] = [{} for _ in range(len(alone) + 1)]
         left = list(module.named_parameters())
         names = [name for name, _ in left]
-        while left:  # the last reference to each, so that memory falls while shards are made
+        while left:  # drop the last reference to each, so that memory falls while shards are created
             name, parameter = left.pop(0)
             key = id(parameter)
             found[of_block[key]][name] = CutParameter(parameter, places[key], mesh, compute_dtype)
@@ -151,7 +151,7 @@ class ShardedParameters:
         self.gathered = False
         for buffer in module.buffers():
             buffer.data = buffer.to(_device_of(mesh))
-        for each in (module, *alone):  # a state dict is one of shards, whoever takes it, and whenever
+        for each in (module, *alone):  # a state dict always holds shards, whoever takes it at any time
             each.register_state_dict_pre_hook(_InShards(self))  # type: ignore[no-untyped-call]
 
     def place(self, *, whole: bool) -> None:
@@ -185,9 +185,9 @@ class ShardedParameters:
                 self.scatter()
 
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sum whole tensors over the ranks by `ShardLayout`; return this rank's shards, cut as the parameters are.
+        """Sum whole tensors over the ranks by `ShardLayout`; return this rank's shards, split as the parameters are.
 
-        ``sums`` is by parameter name, of the whole parameter's shape, and is emptied.
+        ``sums`` is by parameter name, with the whole parameter's shape, and is emptied.
         """
         wide = reduce(torch.promote_types, (each.dtype for each in sums.values()), torch.float32)
         names = [name for name in self.cuts if name in sums]
@@ -199,7 +199,7 @@ class ShardedParameters:
         return ShardLayout(shards, {name: self.cuts[name].cut.numel() for name in names}, self._ranks)
 
     def as_shards(self, own: Mapping[str, Tensor], names: Sequence[str], wide: torch.dtype) -> dict[str, Tensor]:
-        """Return flat shards as ``DTensor`` s, zeros where there is none."""
+        """Return flat shards as ``DTensor`` s, with zeros for missing ones."""
         found = {}
         for name in names:
             cut = self.cuts[name].cut
@@ -215,7 +215,7 @@ class ShardedParameters:
     def assembled(self, *, here: bool) -> Iterator[None]:
         """Put the whole master weights, on the CPU, into the module of ranks with ``here``, for writing a model.
 
-        All ranks enter it; one that does not say ``here`` keeps its shards. Parameters are in shards before and after.
+        A collective call; ranks without ``here`` keep their shards. Parameters are in shards before and after.
         """
         whole: dict[int, nn.Parameter] = {}
         for parameter in self.module.parameters():
@@ -230,7 +230,7 @@ class ShardedParameters:
 
 
 class _InShards:
-    """A hook that puts the shards into a module before its state dict is taken; a copy of the module leaves it out."""
+    """A hook that puts the shards into a module before its state dict is taken; copies of the module exclude it."""
 
     def __init__(self, shards: ShardedParameters | None) -> None:
         self._shards = shards
@@ -249,7 +249,7 @@ class _InShards:
 class _ShardHandover(Handover):
     """Shards of the sums, as ``DTensor`` s; whole parameters from the first physical batch of a step to the last.
 
-    After ``by_block`` parameters are gathered block by block in place of it.
+    After ``by_block``, parameters are gathered block by block instead.
     """
 
     in_shards = True
@@ -281,7 +281,7 @@ class _ShardHandover(Handover):
 
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._by_block is not None:
-            return sums  # of all ranks already
+            return sums  # already summed over all ranks
         self._shards.scatter()
         return self._shards.add_up(sums)
 
@@ -294,7 +294,7 @@ def _device_of(mesh: Any) -> torch.device:
 
 
 def _as_on_rank_0(module: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0, where they differ."""
+    """Give every rank the parameters and buffers of rank 0, if they differ."""
     ranks = Ranks.here()
     tensors = sorted([*module.named_parameters(), *module.named_buffers()], key=lambda named: named[0])
     digest = hashlib.blake2b()
@@ -307,7 +307,7 @@ def _as_on_rank_0(module: nn.Module) -> None:
 
 
 def _shard_of(name: str, parameter: Tensor, rank: int, world: int) -> Shard:
-    """Return the coordinates of a parameter that ``rank`` holds: so many rows on each, until there are none left."""
+    """Return the coordinates of a parameter on ``rank``: equally many rows on each rank, until none are left."""
     if not isinstance(parameter, DTensor) or tuple(parameter.placements) != (Rows(0),):
         raise UnsupportedModelError(f"Parameter {name} is not cut along its first axis, so its noise has no place.")
     total = parameter.shape[0]
@@ -319,14 +319,14 @@ def _shard_of(name: str, parameter: Tensor, rank: int, world: int) -> Shard:
 class ShardingStrategy(ModelParallelStrategy):
     """`ModelParallelStrategy` over all ranks of a job, for any number of ranks.
 
-    It differs in two defaults. All ranks share the data (``data_parallel_size``) and none shares a tensor; Lightning
-    would have the devices of a node share tensors. A checkpoint is one file with the whole state, written by rank 0,
-    which appears whole or not at all and resumes on any number of ranks.
+    It differs in two defaults. All ranks share the data (``data_parallel_size``) and no tensor; Lightning would make
+    the devices of a node share tensors. A checkpoint is one file with the whole state, written atomically by rank 0,
+    and resumes on any number of ranks.
 
     Args:
-        timeout_minutes: How long ranks wait for one that is stuck. It must cover what one of them does while the
-            others wait: reading its data, writing a checkpoint.
-        process_group_backend: ``gloo`` or ``nccl``; null for the device's own.
+        timeout_minutes: How long ranks wait for one that is stuck. It must cover what one rank does while the
+            others wait, such as reading its data or writing a checkpoint.
+        process_group_backend: ``gloo`` or ``nccl``; null for the device's default.
 
     Raises:
         ConfigurationError: The timeout is not a positive number.
@@ -343,19 +343,19 @@ class ShardingStrategy(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
-        if self.lightning_module is None:  # ranks may meet before there is a module to tell of the mesh
+        if self.lightning_module is None:  # ranks may connect before there is a module that needs the mesh
             self._setup_distributed()
         else:
             super().setup_environment()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        # Before Lightning takes it apart; what is mapped is not read.
+        # Checked before Lightning shards it; memory-mapped values are not read.
         found = torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True)
         refuse_zero_state(found)
         states, own = found.get("optimizer_states", []), self.optimizers
         if not states or any(state["state"] for state in states):
             return super().load_checkpoint(checkpoint_path, weights_only=True)
-        # Lightning asks for the first parameter that has a state, and of plain SGD none has one.
+        # Lightning looks for the first parameter with a state, and plain SGD has none.
         self.optimizers = []
         try:
             loaded = super().load_checkpoint(checkpoint_path, weights_only=True)
@@ -367,9 +367,9 @@ class ShardingStrategy(ModelParallelStrategy):
         return loaded
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return Lightning's state; also for an optimizer before its first step, unchanged.
+        """Return Lightning's state, without changing an optimizer that has not stepped yet.
 
-        PyTorch makes a step of no length to have a state to write. It would stay in the optimizer, and count.
+        PyTorch makes an empty step to create a state to write. It would stay in the optimizer, and count.
         """
         fresh = not optimizer.state
         found: dict[str, Any] = super().optimizer_state(optimizer)

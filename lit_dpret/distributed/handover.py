@@ -1,8 +1,8 @@
 """How finished gradients reach the optimizer, and which part of the sums each rank completes.
 
-One device and DDP take them in ``.grad``. A strategy with an engine of its own says here how a clipping pass sees
-whole parameters, how sums come together, and where a noised gradient goes. Clipping comes before, and what is handed
-over is noised already, so nothing that the other side does with it costs privacy (post-processing).
+One device and DDP take them in ``.grad``. A strategy with its own engine defines here how a clipping pass sees whole
+parameters, how sums are reduced, and where a noised gradient goes. Gradients are clipped and noised before they are
+handed over, so nothing that the strategy does with them costs privacy (post-processing).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lit_dpret.errors import ResumeError
 
 
 class Handover:
-    """Put gradients into ``.grad``, whole on every rank; strategies with an engine of their own override it.
+    """Put gradients into ``.grad``, whole on every rank; strategies with their own engine override it.
 
     Calls are collective, in the same order on all ranks.
     """
 
     #: Whether ``add_up`` leaves each rank only its shards of the sums.
     in_shards: bool = False
-    #: The flat index of its parameter at which each flat tensor of ``add_up`` begins; None for shaped ones.
+    #: The flat index in its parameter at which each flat tensor of ``add_up`` begins; None for shaped ones.
     starts: Mapping[str, int] | None = None
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
@@ -42,11 +42,11 @@ class Handover:
         return self.whole()
 
     def by_block(self) -> Any:
-        """From now on clip block by block; return what keeps the sums then, or None where parameters are whole."""
+        """From now on clip block by block; return the object that keeps the sums, or None if parameters are whole."""
         return None
 
     def settle(self) -> bool:
-        """Wait until no rank clips any more; return whether another one began the step again, as this one has to."""
+        """Wait until no rank clips any more; return whether another rank restarted the step, as this one must."""
         return False
 
     def assembled(self, *, here: bool) -> AbstractContextManager[object]:
@@ -54,7 +54,7 @@ class Handover:
         return nullcontext()
 
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums over all ranks, in float32 or wider: the part that this rank must noise."""
+        """Return the sums over all ranks, in float32 or wider: the part to which this rank must add noise."""
         self._ranks.sum_(sums)
         return sums
 
@@ -92,18 +92,18 @@ def needs_masters(parameters: Iterable[Tensor]) -> bool:
 class MasterWeights(torch.optim.Optimizer):
     """An optimizer of float32 copies (*masters*) of parameters in half precision.
 
-    A bfloat16 weight has eight bits: an update of less than about 0.4 percent of it is rounded away, and a noised
-    update is mostly such. So masters are updated, and the weights are the masters, rounded, after each step
+    A bfloat16 weight has eight bits: an update of less than about 0.4 percent of it is rounded away, and most noised
+    updates are that small. So masters are updated, and after each step the weights are set to the rounded masters
     (Micikevicius et al. 2018, 1710.03740, section 3.1). Rounding is post-processing: no claim depends on it.
 
     Guarantees:
-        - The update is made in float32 from the gradient that `gradient_slot` was given, never from a rounded one.
-        - After a step every parameter in half precision is its master, rounded to the nearest.
-        - ``state_dict`` holds the masters, in float32, and ``load_state_dict`` brings them back bit for bit: a run
-          that is resumed goes on from what its weights were before they were rounded.
+        - The update is made in float32 from the gradient in `gradient_slot`, never from a rounded one.
+        - After a step every parameter in half precision is its master, rounded to nearest.
+        - ``state_dict`` holds the masters, in float32, and ``load_state_dict`` restores them bit for bit: a
+          resumed run continues from its weights before they were rounded.
 
     Args:
-        parameters: Trained; those in float32 or wider are their own masters.
+        parameters: The trained parameters; those in float32 or wider are their own masters.
         make: Builds the optimizer of the masters from their list.
     """
 
@@ -117,7 +117,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._of = {id(p): master for p, master in zip(self._trained, self._masters, strict=True)}
         self.inner = make(self._masters)
         super().__init__(self._trained, dict(self.inner.defaults))
-        # One set of settings and one state, whoever reads or writes them: a schedule, Lightning, a checkpoint.
+        # One set of settings and one state for all readers and writers: a schedule, Lightning, a checkpoint.
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
 
@@ -189,7 +189,7 @@ def keep_masters(state: dict[str, Any], module: nn.Module, optimizers: Iterable[
 def in_float32(module: nn.Module, optimizers: Iterable[Any]) -> Iterator[None]:
     """Put the masters into the module, on the CPU, within the block, so that it can be written.
 
-    Weights in half precision that are not trained are float32 inside as well: adapters are merged into them.
+    Frozen weights in half precision are also float32 within the block, since adapters are merged into them.
     """
     masters = _masters(optimizers)
     halves = [p for p in module.parameters() if p.dtype in HALF] if masters else []
@@ -203,7 +203,7 @@ def in_float32(module: nn.Module, optimizers: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def replaced(module: nn.Module, tensors: Mapping[int, Any]) -> Iterator[None]:
-    """Put other parameters and buffers in the places of those with these ids, within the block; tied ones stay tied."""
+    """Replace the parameters and buffers with these ids within the block; tied ones stay tied."""
     places = [
         (store, name, tensor)
         for part in module.modules()

@@ -1,8 +1,8 @@
 """Watch the processes that the command line starts for one job: if one fails, all end soon, with a message.
 
-Lightning starts the ranks of a machine by repeating the command. A rank that dies takes the others with it, but what
-is then said is for developers, and a child that is still getting ready does not learn that its parent is gone. Under
-torchrun and SLURM the ranks are watched by those.
+Lightning starts the ranks of a machine by repeating the command. A rank that dies ends the others too, but Lightning's
+message is for developers, and a child that is still starting does not learn that its parent is gone. Under torchrun and
+SLURM, those tools watch the ranks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import threading
 import time
 from contextlib import suppress
 
-#: Names the process that started the ranks, in the environment of those.
+#: The environment variable that tells ranks the process that started them.
 LAUNCHER = "LIT_DPRET_LAUNCHER"
-#: What Lightning's launcher leaves in the environment of the first process.
+#: The variables that Lightning's launcher leaves in the environment of the first process.
 _LEFT_BEHIND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 _LIGHTNINGS_WATCH = "lightning.fabric.strategies.launchers.subprocess_script"
 _HOW_TO_GO_ON = (
@@ -40,7 +40,7 @@ def begin() -> None:
 
 
 def is_started_by_launcher() -> bool:
-    """Return whether Lightning started this process as a further rank of our command."""
+    """Return whether Lightning started this process as an additional rank of our command."""
     by_others = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
     return LAUNCHER in os.environ and os.environ.get("LOCAL_RANK", "0") != "0" and not by_others
 
@@ -81,7 +81,7 @@ def wait_for_launcher(*, at_most: float = 30.0) -> None:
 
 
 def leave(before: dict[str, str]) -> None:
-    """Forget the ranks of a finished job, so that the next starts its own; ``before`` is the earlier environment."""
+    """Remove the traces of a finished job, so that the next starts its own ranks; ``before`` is the old environment."""
     dist = sys.modules.get("torch.distributed")  # a job that never loaded it had no ranks
     if "LOCAL_RANK" in before or dist is None or not dist.is_available():
         return
@@ -95,7 +95,7 @@ def leave(before: dict[str, str]) -> None:
 
 
 class _LostRank(logging.Handler):
-    """Says what Lightning's watch is about to do, in the words of the command line: it kills this process next."""
+    """Explains, in the words of the command line, that Lightning's watch kills this process next."""
 
     def emit(self, record: logging.LogRecord) -> None:
         lost = " ".join(record.getMessage().split("Forcefully")[0].split())
@@ -104,7 +104,7 @@ class _LostRank(logging.Handler):
 
 
 def _watch_launcher() -> None:
-    """End this process soon after the one that started it; the main thread gets time to say it better."""
+    """End this process soon after the one that started it; the main thread gets time to give a better message."""
     while _launcher_lives():
         time.sleep(0.5)
     time.sleep(5.0)

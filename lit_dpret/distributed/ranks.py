@@ -1,8 +1,8 @@
 """The processes of one job: sums, decisions of rank 0, and joint failure.
 
 A run on several processes (*ranks*) is still one run: one draw per logical step, one sum, one noise, one ledger.
-Rank 0 holds what there is only one of (ledger, card, checkpoints). Between the ranks pass sums, before the noise, and
-what rank 0 found or refused: they are private, and so is the network.
+Rank 0 keeps everything that exists once (ledger, card, checkpoints). Ranks exchange sums before the noise, and what
+rank 0 found or refused: these are private, so the network must be private too.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from lit_dpret.errors import WorkerError
 
 T = TypeVar("T")
 
-#: Elements that are added up by one message: 100 MB in float32.
+#: The number of elements that one message sums: 100 MB in float32.
 BUCKET = 25_000_000
-#: How long a rank waits for what another one decides or writes (an export, a card); a dead process is noticed at once.
+#: How long a rank waits for another's decision or output (an export, a card); a dead process is noticed at once.
 PATIENCE = timedelta(hours=2)
 
 _WORD = "lit_dpret/word/"
-# What gloo and NCCL say of a peer that is gone or too late; gloo raises it as a bare RuntimeError.
+# How gloo and NCCL report a peer that is gone or too late; gloo raises it as a bare RuntimeError.
 _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "TCPStore",
            "Broken pipe")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """Process groups beside the default one.
+    """Process groups in addition to the default one.
 
-    On a SIGTERM Lightning broadcasts in the default group from within its signal handler, at any moment: that must
-    not be taken for a part of a sum.
+    On a SIGTERM Lightning broadcasts in the default group from its signal handler, at any moment: that must not be
+    taken for part of a sum.
     """
 
     sums: Any
@@ -52,16 +52,17 @@ _made: dict[Any, _Groups] = {}
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that train together, from the view of one process.
+    """The processes that train together, as seen by one process.
 
     Guarantees:
-        - Where there is one rank, nothing is sent and ``torch.distributed`` is not touched.
-        - Every method but ``here`` and ``is_first`` is called by all ranks, in the same order.
+        - With one rank, nothing is sent, and no process group is used.
+        - Every method except ``here``, ``is_first``, ``leave_word`` and ``word_was_left`` is called by all ranks, in
+          the same order.
         - An error inside ``share`` or ``together`` is raised on every rank, so that none waits for ever.
     """
 
     rank: int = 0  # of this process, from 0
-    world_size: int = 1  # how many there are
+    world_size: int = 1  # the number of ranks
 
     @classmethod
     def here(cls) -> Ranks:
@@ -75,10 +76,10 @@ class Ranks:
         return self.rank == 0
 
     def sum_(self, tensors: Mapping[str, Tensor], counts: Tensor | None = None) -> None:
-        """Sum tensors over all ranks, in place; ``counts``, a vector on the CPU, too.
+        """Sum tensors over all ranks, in place, and ``counts``, a vector on the CPU.
 
-        Sums are formed in float32 or wider, whatever the tensors are kept in, and every rank holds the same bits
-        afterwards. Names, shapes and types are the same on every rank.
+        Sums are computed in float32 or wider, whatever the tensors' dtypes, and every rank holds the same bits
+        afterwards. Names, shapes and dtypes must be the same on every rank.
         """
         if self.world_size == 1:
             return
@@ -87,7 +88,7 @@ class Ranks:
             for bucket in _buckets([tensors[name] for name in sorted(tensors)]):
                 wide = torch.promote_types(bucket[0].dtype, torch.float32)
                 flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in bucket])
-                flat = flat.cpu() if is_lazy(flat.device) else flat  # gloo knows no XLA device
+                flat = flat.cpu() if is_lazy(flat.device) else flat  # gloo supports no XLA device
                 dist.all_reduce(flat, group=groups.sums)
                 totals = torch.split(flat, [tensor.numel() for tensor in bucket])
                 for tensor, total in zip(bucket, totals, strict=True):
@@ -101,7 +102,7 @@ class Ranks:
             return rows[0]
         total = torch.empty_like(rows[0])
         with noticing_death():
-            # Of one tensor: for a list of rows a backend makes a copy of them first.
+            # One tensor: backends would first copy a list of rows.
             reduce: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
             reduce(total, rows.reshape(-1), group=_groups().sums)
         return total
@@ -121,7 +122,7 @@ class Ranks:
                 dist.gather(sent, rows, dst=only, group=group)
 
     def words(self, word: int) -> list[int]:
-        """Return the number that each rank says, by rank."""
+        """Return the number that each rank sends, by rank."""
         if self.world_size == 1:
             return [word]
         found = torch.empty(self.world_size, dtype=torch.long)
@@ -144,8 +145,8 @@ class Ranks:
     def share(self, work: Callable[[], T], *, quick: bool = False) -> T:
         """Run ``work`` on rank 0 alone and return its result, or raise its error, on every rank.
 
-        Its result is pickled, and may be secret within the job. With ``quick`` the others wait no longer for it than
-        for a sum; else they wait for an export, say.
+        The result is pickled, and may be secret within the job. With ``quick`` the others wait only as long as for a
+        sum; otherwise long enough for an export.
         """
         if self.world_size == 1:
             return work()
@@ -170,7 +171,7 @@ class Ranks:
         return found
 
     def together(self, work: Callable[[], T], *, quick: bool = False) -> T:
-        """Run ``work`` on every rank and return its result; if one fails, all raise the error of the lowest failing."""
+        """Run ``work`` on every rank and return its result; if any fails, all raise the lowest failing rank's error."""
         if self.world_size == 1:
             return work()
         result: Any = None
@@ -208,24 +209,24 @@ class Ranks:
         return gathered
 
     def leave_word(self, word: str) -> None:
-        """Leave a message for rank 0 before this rank ends with an error; it outlives this process.
+        """Leave a message for the other ranks before this rank ends with an error; it outlives this process.
 
-        It lies in the store by which the processes of the job found each other; no other rank has to be there.
+        It is kept in the store through which the processes of the job found each other; no other rank has to take part.
         """
         if self.world_size > 1:
-            with suppress(RuntimeError):  # where the process that keeps the store is gone, nobody is left to read it
+            with suppress(RuntimeError):  # if the process that keeps the store is gone, no rank is left to read it
                 _store().set(_WORD + word, "1")
 
     def word_was_left(self, word: str) -> bool:
-        """Return whether some rank left that word; does not wait for any."""
+        """Return whether some rank left that message, without waiting for any."""
         try:
             return self.world_size > 1 and bool(_store().check([_WORD + word]))
-        except RuntimeError:  # the process that keeps the store is gone, and nobody knows what was left there
+        except RuntimeError:  # the process that keeps the store is gone, so assume that the message was left
             return True
 
 
 def _gather_flat(whole: Tensor, part: Tensor, group: Any) -> None:
-    """All-gather into one tensor, by the name that this release of torch has for it."""
+    """All-gather into one tensor, by the function name of this torch release."""
     gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     gather(whole, part, group=group)
 
@@ -260,7 +261,7 @@ def lost_rank(error: BaseException) -> WorkerError | None:
 
 
 def is_of_lost_rank(error: BaseException) -> bool:
-    """Return whether an error says that another rank went, and nothing of why."""
+    """Return whether an error reports only that another rank is gone, not why."""
     behind = error.__cause__ if isinstance(error, WorkerError) else error
     return behind is not None and lost_rank(behind) is not None
 
@@ -278,7 +279,7 @@ def noticing_death() -> Iterator[None]:
 
 
 def _groups() -> _Groups:
-    """Return the process groups of this job, made at the first word that ranks exchange."""
+    """Return the process groups of this job, created at the first message between ranks."""
     world = dist.group.WORLD
     if world not in _made:
         _made.clear()
@@ -301,7 +302,7 @@ def _timeout_of(group: Any) -> timedelta | None:
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one kind and device at a time, together no larger than one message unless one alone is."""
+    """Yield tensors of one dtype and device, together no larger than one message unless there is only one."""
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -319,9 +320,9 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 def all_rows(own: Tensor) -> Tensor:
     """Return the rows, ``(rows of all, ...)``, of all ``torch.distributed`` processes in rank order.
 
-    Processes may have different numbers of rows. The gradient of a process's rows is the sum of what all processes'
-    losses send to them: where every process takes the loss of its own rows, the sum of the parameters' gradients over
-    processes is that of one process with all rows. Where nothing is distributed it returns ``own``.
+    Processes may have different numbers of rows. The gradient of a process's rows is the sum of the gradients from all
+    processes' losses. If every process takes the loss of its own rows, the sum of the parameters' gradients over
+    processes is therefore that of one process with all rows. If nothing is distributed, return ``own``.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return own

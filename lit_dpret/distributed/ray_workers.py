@@ -1,8 +1,8 @@
 """Share independent work among the processes of a Ray cluster: passages to write queries for, or texts to embed.
 
-Only the process that called writes files. The workers are actors of Ray core, not Ray Data: a piece is read when a
-worker is free for it, the model stays loaded from one list of pieces to the next, and a piece that kills its worker
-each time ends the work instead of being tried without end.
+Only the calling process writes files. The workers are actors of Ray core, not Ray Data: a piece is read when a worker
+is free for it, the model stays loaded from one list of pieces to the next, and a piece that repeatedly kills its worker
+ends the work instead of being retried without end.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _DEATHS = 3
-"""How many workers one piece, or the start of a worker, may cost."""
+"""The number of worker deaths over one piece, or at the start of workers, that ends the work."""
 
 _KEPT = "Finished work is kept: the same command continues from there."
 _SAME = ("torch", "transformers")
 
 
 def device_named(name: str, *, knob: str = "device") -> torch.device:
-    """Return the device of a setting, where ``auto`` prefers a GPU."""
+    """Return the device of a setting; ``auto`` prefers a GPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -50,25 +50,26 @@ def ray_workers(
     """Yield a function that maps pieces of work to results, in order of completion, on ``workers`` processes.
 
     Guarantees:
-        - Each piece is done once, by a worker with the versions of PyTorch and transformers of this process.
-        - A worker or node that dies costs the pieces that it held, which others do; fewer places in the cluster than
-          workers only make it slower.
+        - The result of each piece is returned once, from a worker with the PyTorch and transformers versions of this
+          process.
+        - If a worker or node dies, other workers do the pieces that it held. A cluster with room for fewer workers is
+          only slower.
         - Pieces are read as they are handed out.
 
-    The cluster is the one of ``RAY_ADDRESS``, else one that runs on this machine, else one of this process alone.
+    The cluster is the one of ``RAY_ADDRESS``, else one that runs on this machine, else a new one of this process alone.
 
     Args:
-        make: Called once in each worker; returns what does a piece there. Picklable.
-        workers: How many processes.
-        device: With ``cuda``, each worker has a GPU of its own.
+        make: Called once in each worker; returns the function that does a piece there. Picklable.
+        workers: The number of processes.
+        device: With ``cuda``, each worker has its own GPU.
         threads: Processors that each worker reserves, and threads of PyTorch.
 
     Raises:
-        ConfigurationError: Ray is not installed, or its cluster has no place for one worker.
-        LitDpretError: What a worker raised.
+        ConfigurationError: Ray is not installed, or its cluster has no room for one worker.
+        LitDpretError: A worker raised it.
         WorkerError: Workers died or failed for another reason, or Ray could not be started.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read at import: it reports to its makers otherwise
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read at import: otherwise Ray reports usage to its makers
     try:
         import ray
     except ImportError as error:
@@ -116,7 +117,7 @@ class _Worker:
         self._make, self._threads = make, threads
 
     def get_ready(self) -> tuple[dict[str, str], Any]:
-        """Return the versions here, and the error that kept it from getting ready, if any."""
+        """Return this worker's versions, and the error that kept it from getting ready, if any."""
         torch.set_num_threads(self._threads)
         self._work, error = _caught(self._make)
         return _versions(), error
@@ -158,7 +159,7 @@ class _Pool(Generic[T, R]):
 
     def results(self, pieces: Iterable[T]) -> Iterator[R]:
         """Yield the result of each piece."""
-        left, queue = iter(pieces), deque[tuple[T, int]]()  # a piece, and how many workers it cost
+        left, queue = iter(pieces), deque[tuple[T, int]]()  # a piece, and how many workers have died over it
 
         def more() -> bool:
             queue.extend((piece, 0) for piece in islice(left, 0 if queue else 1))

@@ -1,8 +1,8 @@
 """Sums over several ranks that each keep a part: for strategies that shard every parameter.
 
-Of a clipped sum a rank needs its own shards alone. They are added up in float32 or wider, once, and every coordinate
-gets to exactly one rank: the rank that adds its noise. Noise belongs to coordinates, not to ranks, so the code that
-adds it asks `place_of` which coordinates of the whole parameter this process holds. A plain tensor is whole.
+A rank needs only its own shards of a clipped sum. They are reduced in float32 or wider, once, and every coordinate goes
+to exactly one rank, which adds its noise. Noise belongs to coordinates, not to ranks, so the code that adds it asks
+`place_of` which coordinates of the whole parameter this process holds. A plain tensor is whole.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class ShardLayout:
         - The sum of a coordinate is formed in float32 or wider.
 
     Args:
-        layout: The shards of each rank, by rank; at most one of a parameter on a rank.
-        sizes: How many coordinates each parameter has.
-        ranks: Who takes part.
+        layout: The shards of each rank, by rank; at most one per parameter and rank.
+        sizes: The number of coordinates of each parameter.
+        ranks: The ranks that take part.
     """
 
     def __init__(self, layout: Sequence[Sequence[Shard]], sizes: Mapping[str, int], ranks: Ranks) -> None:
@@ -57,7 +57,7 @@ class ShardLayout:
 
     @property
     def length(self) -> int:
-        """How many coordinates this rank keeps."""
+        """The number of coordinates that this rank keeps."""
         return sum(shard.count for shard in self.own.values())
 
     def named(self, own: Tensor) -> dict[str, Tensor]:
@@ -68,16 +68,17 @@ class ShardLayout:
     def add_up(self, sums: dict[str, Tensor], *, into: Tensor | None = None, bucket: int = BUCKET) -> dict[str, Tensor]:
         """Sum whole tensors over all ranks; return this rank's shards of the totals, flat, by name.
 
-        One message per ``bucket`` of numbers; of each coordinate the total is sent to its rank alone. Names, shapes and
-        types are the same on every rank. Totals are added to ``into``, ``(length,)``, where it is given; then a rank
-        may lack a tensor, and adds zeros. ``sums`` is emptied: a tensor is let go as soon as it is sent.
+        There is one message per ``bucket`` of numbers, and the total of each coordinate is sent to its rank alone.
+        Names, shapes and dtypes must be the same on every rank. If ``into``, ``(length,)``, is given, totals are added
+        to it, and a rank may lack a tensor, which counts as zeros. ``sums`` is emptied: a tensor is freed as soon as
+        it is sent.
         """
         adds, own = into is not None, into
         if own is None:
             wide = reduce(torch.promote_types, (each.dtype for each in sums.values()), torch.float32)
             own = torch.empty(self.length, dtype=wide, device=next(iter(sums.values())).device)
         world = self.ranks.world_size
-        ends: dict[str, int] = {}  # where the last rank has sent all of a tensor
+        ends: dict[str, int] = {}  # the offset after which no rank sends any of a tensor
         for shards in self._layout:
             for end, shard in zip(accumulate(shard.count for shard in shards), shards, strict=True):
                 ends[shard.name] = max(end, ends.get(shard.name, 0))
@@ -100,7 +101,7 @@ class ShardLayout:
         return self.named(own)
 
     def collect(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gather flat own shards of one type from all ranks; return whole flat tensors, on the CPU, on rank 0 alone."""
+        """Gather the ranks' flat shards of one dtype; return whole flat tensors, on the CPU, on rank 0 alone."""
         kinds = set().union(*self.ranks.gather({tensor.dtype for tensor in own.values()}))
         dtype = next(iter(kinds)) if len(kinds) == 1 else torch.float32
         row = torch.cat([torch.empty(0, dtype=dtype), *(own[name].detach().cpu().to(dtype) for name in self.own)])
@@ -179,10 +180,10 @@ def place_of(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def like(whole: Tensor, local: Tensor) -> Tensor:
-    """Return ``local`` as this process's part of a tensor that is sharded as ``whole`` is."""
+    """Return ``local`` as this process's part of a tensor that is sharded like ``whole``."""
     if not is_sharded(whole):
         return local
-    from torch.distributed.tensor import DTensor  # not for runs on one process
+    from torch.distributed.tensor import DTensor  # not needed by runs on one process
 
     cut: Any = whole
     return DTensor.from_local(

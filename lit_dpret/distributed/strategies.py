@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-#: What a mode declares: the strategies that it supports, each with its engines; None for every engine.
+#: The declaration of a mode: the strategies that it supports, each with its engines; None for every engine.
 Supported = Mapping[str, frozenset[str] | None]
 
 ONE_DEVICE: Supported = {"one_device": None}
-#: For a mode whose sums over the units of all ranks are the sum of the ranks' sums.
+#: For a mode whose sum over the units of all ranks is the sum of the ranks' sums.
 SUMS_ADD_UP: Supported = {**ONE_DEVICE, "ddp": None, "fsdp": None, "deepspeed": None}
 
 
@@ -34,16 +34,16 @@ class Declares(Protocol):
 class Strategy:
     """One row: a Lightning strategy, and its properties."""
 
-    # Of the strategy in refusals and tables. ``fsdp`` is FSDP2, Lightning's ``ModelParallelStrategy``; its
+    # The strategy's name in refusals and tables. ``fsdp`` is FSDP2, Lightning's ``ModelParallelStrategy``; its
     # ``FSDPStrategy`` is ``custom``.
     name: str
-    how: str = ""  # what becomes of sums and noise, as a sentence; empty where every mode is refused
-    refused: str | None = None  # why every mode is refused; None where one may declare it
+    how: str = ""  # how sums and noise are handled, as a sentence; empty if every mode is refused
+    refused: str | None = None  # why every mode is refused; None if a mode may declare it
     # Why a mode that does not declare it is refused.
     undeclared: str = "the mode does not declare that the sums of several ranks add up to its own"
 
     def reason_against(self, mode: Declares, engine: str | None = None) -> str | None:
-        """Return why ``mode`` with ``privacy.engine`` is refused; None where it is supported."""
+        """Return why ``mode`` with ``privacy.engine`` is refused; None if it is supported."""
         if self.refused is not None:
             return self.refused
         engines = mode.strategies.get(self.name, frozenset())

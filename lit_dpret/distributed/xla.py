@@ -1,8 +1,8 @@
 """XLA (for TPUs) evaluates lazily: when to evaluate, and how to read results.
 
-Operations are written down, and what was written down since the last *cut* is compiled as one graph and run. A value
-that is read cuts there, and a graph of another size or constant is compiled again, for seconds to minutes. So the
-private step reads no value and has fixed shapes, and cuts after each physical batch, the noise and the update.
+Operations are recorded, and those recorded since the last *cut* are compiled as one graph and run. Reading a value
+cuts, and a graph with another size or constant is compiled again, for seconds to minutes. So the private step reads no
+value, has fixed shapes, and cuts after each physical batch, after the noise and after the update.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def is_lazy(device: torch.device) -> bool:
-    """Return whether tensors of this device are lazy."""
+    """Return whether tensors on this device are lazy."""
     return device.type == "xla"
 
 
@@ -29,7 +29,7 @@ def sync_device(device: torch.device) -> None:
 def read(tensors: Sequence[Tensor]) -> list[Any]:
     """Return one-element tensors as plain numbers, in one transfer.
 
-    On XLA they are best read after `sync_device`: what else was promised would be computed twice.
+    On XLA, read after `sync_device`: other pending results would otherwise be computed twice.
     """
     if not tensors:
         return []
@@ -53,7 +53,7 @@ def fetch(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def seed(device: torch.device, number: int) -> None:
-    """Seed the generator that an XLA device draws dropout masks from; ``torch.manual_seed`` does not."""
+    """Seed the generator for an XLA device's dropout masks; ``torch.manual_seed`` does not."""
     if is_lazy(device):
         _torch_xla().manual_seed(number % 2**31, device)
 

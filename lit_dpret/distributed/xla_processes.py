@@ -1,8 +1,8 @@
 """XLA devices in several processes, one device each, connected through their hosts.
 
 Lightning's `XLAStrategy` forks, and what a callback learns there (epsilon above all) is lost. Here the processes are
-started from outside, as torchrun does, and what they share passes through the hosts by gloo: the clipped sums once per
-logical step, a transfer of the model's size, and what rank 0 decides. No gradient is reduced by anybody else.
+started externally, as by torchrun. They communicate through the hosts by gloo: the clipped sums once per logical step,
+a transfer of the model's size, and the decisions of rank 0. No other code reduces gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.settings import require_number
 
-#: One chip for each process, which then knows of no other.
+#: One chip per process, which then sees no other.
 _ALONE = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}
 
 
@@ -30,14 +30,14 @@ class XLAProcesses(SingleDeviceXLAStrategy):
 
     Guarantees:
         - All ranks begin with the weights of rank 0.
-        - Nothing is reduced but by `lit_dpret.distributed.ranks.Ranks`, and what is logged.
+        - Only `lit_dpret.distributed.ranks.Ranks` reduces values, apart from logged ones.
 
     Args:
         timeout_minutes: How long ranks wait for one that is stuck.
         settings: Arguments of ``SingleDeviceXLAStrategy``.
 
     Raises:
-        ConfigurationError: Nobody says which rank this process is, or the timeout is not a positive number.
+        ConfigurationError: The environment does not say which rank this is, or the timeout is not a positive number.
     """
 
     def __init__(self, *, timeout_minutes: float = 5.0, **settings: Any) -> None:

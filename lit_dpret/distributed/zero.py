@@ -1,9 +1,9 @@
 """DeepSpeed's ZeRO receives finished gradients: what it shards is already noised.
 
-The clipping engine gets its gradients inside the forward pass of DeepSpeed's engine. The clipped sums are added up in
+The clipping engine gets its gradients inside the forward pass of DeepSpeed's engine. The clipped sums are reduced in
 float32 or wider (`ShardLayout`), each rank adds the noise of the coordinates whose master weights it keeps, and the
-result is laid where ZeRO's ``step`` looks for an averaged gradient. A share of the noise from each rank, before
-DeepSpeed's own reduction, is not offered: rounded apart, the sum would be no post-processing of the noised sum.
+result is stored where ZeRO's ``step`` expects an averaged gradient. A share of the noise from each rank, before
+DeepSpeed's own reduction, is not offered: rounded separately, the sum would not be post-processing of the noised sum.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lit_dpret.settings import require_number
 
 
 def zero_handover(engine: Any, module: nn.Module, ranks: Ranks) -> ZeroHandover:
-    """Return the handover of ``module`` for what ``deepspeed.initialize`` returned; a collective call."""
+    """Return the handover of ``module`` for the engine that ``deepspeed.initialize`` returned; a collective call."""
     kind = type(engine.optimizer).__name__
     if kind == "DeepSpeedZeroOptimizer":
         return _Stage12(engine, module, ranks)
@@ -45,9 +45,9 @@ def zero_handover(engine: Any, module: nn.Module, ranks: Ranks) -> ZeroHandover:
 class _Group:
     """One group of parameters as DeepSpeed flattens it on this rank."""
 
-    master: Tensor  # the flat float32 parameter that the wrapped optimizer knows
-    places: Mapping[str, int]  # where in it the shard of each parameter begins, by name
-    held: Mapping[str, int]  # how many elements the shard of each parameter takes in it, padding included
+    master: Tensor  # the flat float32 parameter of the wrapped optimizer
+    places: Mapping[str, int]  # the offset in it of each parameter's shard, by name
+    held: Mapping[str, int]  # the number of elements of each parameter's shard in it, including padding
 
 
 class ZeroHandover(Handover, ABC):
@@ -64,7 +64,7 @@ class ZeroHandover(Handover, ABC):
         self.starts = self._shards.starts
 
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        # Under stage 3, a sum that no unit touched was made in the shape of a parameter that is not here now.
+        # Under stage 3, a sum to which no unit contributed has the shape of a parameter that is not gathered now.
         whole = {name: total if total.shape == self._shapes[name] else total.new_zeros(self._shapes[name])
                  for name, total in sums.items()}  # fmt: skip
         return self._shards.add_up(whole)
@@ -90,7 +90,7 @@ class ZeroHandover(Handover, ABC):
     def _laid_out(self, group: _Group, flat: Tensor) -> list[Tensor]:
         return [flat]
 
-    # -- what a checkpoint and an export need ------------------------------------------------
+    # -- for checkpoints and export ----------------------------------------------------------
 
     def masters(self) -> dict[str, Tensor]:
         """Return whole master weights by name on rank 0, on the CPU, nothing elsewhere; a collective call."""
@@ -183,7 +183,7 @@ class ZeroHandover(Handover, ABC):
 
 
 class _Stage12(ZeroHandover):
-    """Stages 1 and 2: parameters are whole, a flat partition of the master weights of each group is here."""
+    """Stages 1 and 2: parameters are whole, and each rank has a flat partition of each group's master weights."""
 
     def __init__(self, engine: Any, module: nn.Module, ranks: Ranks) -> None:
         zero = engine.optimizer
@@ -210,11 +210,11 @@ class _Stage12(ZeroHandover):
 
 
 class _Stage3(ZeroHandover):
-    """Stage 3: of every parameter, and of its master weights, each rank has an equal part."""
+    """Stage 3: each rank has an equal part of every parameter, and of its master weights."""
 
     def __init__(self, engine: Any, module: nn.Module, ranks: Ranks) -> None:
         zero = engine.optimizer
-        # What ZeRO writes on a parameter, no type knows of.
+        # Typed as Any: ZeRO adds attributes to parameters.
         everything: list[tuple[str, Any]] = [(n, p) for n, p in module.named_parameters() if hasattr(p, "ds_id")]
         names = {id(p): name for name, p in everything if p.requires_grad}
         groups: list[_Group] = []
@@ -231,7 +231,7 @@ class _Stage3(ZeroHandover):
         shapes = {name: torch.Size(p.ds_shape) for name, p in everything if p.requires_grad}
         self._parameters = [parameter for _, parameter in everything]
         super().__init__(engine, module, ranks, groups, own, shapes)
-        # They would give a layer's parameters up after its forward pass, of which the clipping pass needs all at once.
+        # They would free a layer's parameters after its forward pass, but the clipping pass needs all at once.
         for hook in (*zero.parameter_offload.forward_hooks, *zero.parameter_offload.backward_hooks):
             hook.remove()
 
@@ -282,15 +282,15 @@ def _refuse_other_values(name: str, master: Tensor, here: Tensor) -> None:
 class ZeroStrategy(DeepSpeedStrategy):
     """`lightning.pytorch.strategies.DeepSpeedStrategy` adapted to private runs.
 
-    It differs in four things. DeepSpeed gets finished gradients (`lit_dpret.distributed.zero`). A checkpoint is one
-    file with the whole state, written by rank 0, which appears whole or not at all, is read without running code from
-    it, and resumes on any number of ranks; DeepSpeed's own are a folder of pickles, one for each rank, that a kill can
-    leave half written. What DeepSpeed does by itself unless it is told otherwise (clip the sum to norm 1, refuse other
-    optimizers than its own) is off. And it runs on CPUs too, for a trial: slowly, over gloo.
+    It differs in four ways. DeepSpeed gets finished gradients (`lit_dpret.distributed.zero`). A checkpoint is one file
+    with the whole state, written atomically by rank 0; it is read without running code from it, and resumes on any
+    number of ranks. (DeepSpeed's own checkpoints are a folder of pickles, one per rank, that a kill can leave half
+    written.) DeepSpeed's defaults of clipping the sum to norm 1 and refusing other optimizers than its own are off. And
+    it also runs on CPUs, for trials: slowly, over gloo.
 
     Args:
-        stage: 1 and 2 divide master weights, optimizer state, finished gradients and noise over the ranks; 3 the
-            parameters too, which each rank gathers while it clips.
+        stage: 1 and 2 divide master weights, optimizer state, finished gradients and noise over the ranks; 3 also
+            divides the parameters, which each rank gathers while it clips.
         offload_optimizer: Keep master weights and optimizer state in host memory, and step there.
         offload_parameters: Under stage 3, keep parameters in host memory too.
         timeout_minutes: How long ranks wait for one that is stuck.
@@ -327,12 +327,12 @@ class ZeroStrategy(DeepSpeedStrategy):
         )
         self.config: dict[str, Any] = self.config or {}
         self.config.setdefault("train_micro_batch_size_per_gpu", 1)  # for DeepSpeed's log: nothing is divided by it
-        self.config.setdefault("gradient_clipping", 0.0)  # its own default is 1
-        self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # the module's optimizer, offloaded or not
+        self.config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's default is 1
+        self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # use the module's optimizer, offloaded or not
         self.config.setdefault("zero_allow_untested_optimizer", True)
         self.handover: ZeroHandover | None = None
 
-    # -- CPUs, for a trial -------------------------------------------------------------------
+    # -- CPUs, for trials --------------------------------------------------------------------
 
     @property
     def _on_cpu(self) -> bool:
@@ -349,7 +349,7 @@ class ZeroStrategy(DeepSpeedStrategy):
                 f"trainer.accelerator=cpu, and DeepSpeed found {deepspeed.get_accelerator().device_name()}. Set the "
                 "environment variable DS_ACCELERATOR=cpu too."
             )
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for minutes
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise it is compiled first, for minutes
         DDPStrategy.setup_environment(self)
 
     def setup_distributed(self) -> None:
@@ -374,7 +374,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         )
         return engine, made
 
-    # -- the hand-over -----------------------------------------------------------------------
+    # -- the handover ------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)

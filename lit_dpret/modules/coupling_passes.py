@@ -97,7 +97,7 @@ class Passes:
         features = rows.with_other_company(from_kept=from_kept)
         other = self._in_company(rows, features, gradients=gradients, later=later)
         if differ(first.losses, other.losses):
-            if trained is not None:  # repeat as a pass of its own: with a graph, a loss may differ
+            if trained is not None:  # with a graph, in which a loss may differ: compare two passes
                 return self.compare_company(rows, from_kept, gradients=gradients, later=later)
             self._refuse(rows)
         if far(first.gradient, other.gradient, min(10 * tolerance, 0.1)):
