@@ -90,7 +90,7 @@ class LogGate:
         self._declare(what)
 
     def new(self, logger: Any, metrics: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], int | None]:
-        """Return the step, and the ``metrics`` not yet logged in it as plain numbers."""
+        """Return the ``metrics`` not yet logged in this step, as plain numbers, and the step."""
         numbers = {key: value.item() if isinstance(value, Tensor) else value for key, value in metrics.items()}
         if self.open:
             return numbers, step

@@ -279,9 +279,9 @@ def _is_ours(dataset: Any) -> bool:
 def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
     """Read every unit of an external training data set once, and refuse units that share rows.
 
-    This package's data sets are built unit by unit and not read. If the first rows have no names (`row_key`), reading
-    ends early, since nothing can be compared. Returns whether all rows of a unit are known to be of one query, user or
-    image.
+    This package's data sets are built unit by unit and not read in full. If the first rows have no names (`row_key`),
+    reading ends early, since nothing can be compared. Returns whether all rows of a unit are known to be of one query,
+    user or image.
     """
     dataset = loader.dataset
     if hasattr(dataset, "__len__") and len(dataset) != sampler.units:

@@ -16,7 +16,7 @@ import threading
 import time
 from contextlib import suppress
 
-#: The environment variable that tells ranks the process that started them.
+#: The environment variable that names, for ranks, the process that started them.
 LAUNCHER = "LIT_DPRET_LAUNCHER"
 #: The variables that Lightning's launcher leaves in the environment of the first process.
 _LEFT_BEHIND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")

@@ -32,7 +32,7 @@ class NotesItsStart(ABCMeta):
     """Classes whose objects record the weights set by their constructor, in any subclass."""
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
-        module = ABCMeta.__call__(cls, *args, **settings)  # Lightning takes a frame with super() for a constructor
+        module = ABCMeta.__call__(cls, *args, **settings)  # Lightning mistakes frames with super() for constructors
         given = [part for part in (*args, *settings.values()) if isinstance(part, nn.Module)]
         note_built(module, given)
         return module

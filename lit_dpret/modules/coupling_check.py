@@ -189,7 +189,7 @@ class CouplingCheck:
                     passes.compare_company(most, even, gradients=first, later=part, trained=trained)
                 if turn == 2 or (first and apart):
                     passes.compare_company(part, first or even, gradients=True)
-                if rows.batch.data_rows is not None:  # of a fixed row count: detects a look at earlier rows
+                if rows.batch.data_rows is not None:  # rows are never removed, so only this shows a look back
                     passes.compare_company((part if turn == 2 else most).keeping_the_last(), even)
                     if rows.batch.alone is not None:
                         passes.compare_placed(rows)

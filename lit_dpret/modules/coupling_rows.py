@@ -78,7 +78,7 @@ class Rows:
         for leaf in leaves(self.batch.rows):
             if leaf.is_floating_point() and leaf.numel():
                 sizes = torch.maximum(sizes, leaf.abs().reshape(len(leaf), -1).amax(1).float())
-        finite = sizes.isfinite()  # other rows would make the gradients of weights NaN
+        finite = sizes.isfinite()  # rows that are not would make the gradients of weights NaN
         order = sizes.masked_fill(~finite, -1.0).argsort(descending=True)
         order = order[: min(company + 1, max(1, int(finite.sum())))].flip(0)
         return _part_of(self.batch.rows, order), _part_of(self.batch.rows, order[-1:])

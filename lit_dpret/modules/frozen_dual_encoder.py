@@ -95,8 +95,6 @@ class FrozenDualEncoder(PairModule):
     """
 
     #: Buffers that `prepare_texts` computes from public passages once the run has begun.
-
-    #: Buffers that `prepare_texts` makes of public passages, once the run has begun.
     made_of_public = ("basis", "passage_embeddings")
 
     passage_embeddings: Tensor

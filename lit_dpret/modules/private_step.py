@@ -130,7 +130,7 @@ class PrivateStep(Checkpointed):
 
     @property
     def _hides_rows(self) -> bool:
-        """Whether private rows may affect no logged value and nothing that a hook keeps."""
+        """Whether logging private rows, or keeping something of them in a hook, is refused."""
         return self.privacy.guarantee == "dp" and not self.log_private_loss
 
     def _public(self) -> frozenset[str]:
