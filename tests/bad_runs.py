@@ -1,4 +1,4 @@
-"""One run for each way to lose the guarantee, and the words of its refusal.
+"""One run for each way to lose the guarantee, with a pattern that its refusal must match.
 
 Imported by path through ``conftest.py``; not a test.
 """
@@ -38,7 +38,7 @@ from lit_dpret.tasks.fit import Training, train
 
 @dataclass
 class Case:
-    """A run, honest but for what a test changes in it."""
+    """A run that keeps the guarantee except for what a test changes in it."""
 
     folder: Path
     mode: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Case:
         return examine(trainer, self.module(), self.data_module())
 
     def fitted(self) -> None:
-        """As ``task=fit`` does it."""
+        """Train as ``task=fit`` does."""
         (self.folder / "run").mkdir(exist_ok=True)
         train(
             self.module(),
@@ -109,16 +109,16 @@ def used_twice(module: Any, rows: Any, losses: Tensor) -> Tensor:
 
 
 def by_pairs(module: Any) -> Any:
-    """As ``logit_dp``: the bound takes the other pairs' gradients to be what they are without a record."""
+    """Set up as ``logit_dp`` does: its bound assumes that a record does not change the gradients of other pairs."""
     module.privacy.candidates = "batch"
     return module
 
 
 class Padding(Regression):
-    """Places rows by itself, in batches as wide as their longest row."""
+    """A module that places rows itself, in batches as wide as their longest row."""
 
     def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
-        # Of many lengths, so that no few rows that the doctor happens to draw are all as long.
+        # Many lengths, so that the few rows that the doctor draws are unlikely to have the same length.
         lengths = [1 + sum(map(ord, row.query)) % 13 for row in rows]
         letters = nn.utils.rnn.pad_sequence([torch.ones(length) for length in lengths], batch_first=True)
         return super().collate_rows(rows) | {"letters": letters}
@@ -165,7 +165,7 @@ def buffered(module: Any) -> Any:
 
 
 class Shared(Regression):
-    """A position embedding that is looked up once for the whole batch."""
+    """A module whose position embedding is looked up once for the whole batch."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -191,7 +191,7 @@ def watched(module: Any) -> Any:
 
 
 def retied(module: Any) -> Any:
-    """Makes its last layer anew in the first forward pass, as a resized vocabulary does."""
+    """Replace its last layer in the first forward pass, as a resized vocabulary does."""
 
     def replace(module: Any, rows: Any, losses: Tensor) -> Tensor:
         if torch.is_grad_enabled() and not hasattr(module, "resized"):
@@ -217,7 +217,7 @@ class Validating(Regression):
 
 
 class Foreign(L.LightningModule):
-    """A module that takes a privacy mode and does nothing with it."""
+    """A module that takes a privacy mode and ignores it."""
 
     def __init__(self, privacy: Any) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Swapped(Numbers):
 
 
 class Repeating(Numbers):
-    """A data set in which the second half of the units are the first half once more."""
+    """A data set in which the second half of the units repeats the first half."""
 
     def train_dataloader(self) -> Any:
         honest = super().train_dataloader()
@@ -280,7 +280,7 @@ def trained_before(module: Any) -> Any:
 
 
 class Thawing(BaseFinetuning):
-    """Trains the first layer from the second epoch on."""
+    """Finetuning that trains the first layer from the second epoch on."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.net[0])

@@ -1,4 +1,4 @@
-"""Scores whose truth is known."""
+"""Audit scores with a known true distribution."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from scipy.stats import norm
 
 from lit_dpret.audit.statistics.scores import CanaryScores
 
-#: What jax_privacy finds in `quantiles(10_000, shift)` at delta 1e-6 and 95 %, its thresholds over the ROC hull.
+#: The results of jax_privacy for `quantiles(10_000, shift)` at delta 1e-6 and 95 %, with thresholds on the ROC hull.
 _NAMES = ("one run", "error rates", "TPR at 0.1 %")
 PUBLISHED: dict[float, dict[str, float]] = {
     shift: dict(zip(_NAMES, values, strict=True))
@@ -21,12 +21,12 @@ PUBLISHED: dict[float, dict[str, float]] = {
 
 
 def quantiles(count: int, shift: float) -> CanaryScores:
-    """Members of N(shift, 1) and others of N(0, 1), not drawn but set to the quantiles (i + 1/2) / count."""
+    """Return members of N(shift, 1) and non-members of N(0, 1), set to the quantiles (i + 1/2) / count, not drawn."""
     values = norm.ppf((np.arange(count) + 0.5) / count)
     return CanaryScores(values + shift, values)
 
 
 def flipped(rng: np.random.Generator, count: int, shift: float = 0.0) -> CanaryScores:
-    """A coin for each canary, and a normal score that is ``shift`` higher where it says so."""
+    """Flip a coin for each canary, and draw a normal score that is ``shift`` higher for included ones."""
     included = rng.random(count) < 0.5
     return CanaryScores.of(rng.normal(size=count) + shift * included, included)

@@ -1,4 +1,4 @@
-"""A chain of cards as the program makes it: generator, synthetic queries, retriever, embeddings, index. Not a test."""
+"""A chain of cards written by the program: generator, synthetic queries, retriever, embeddings, index. Not a test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lit_dpret.tasks.index_folder import encode_folder, index_folder
 
 @dataclass(frozen=True)
 class Chain:
-    """Where each part lies; every folder is one that the program wrote."""
+    """The folders of the chain, each written by the program."""
 
     root: Path
 
@@ -47,7 +47,7 @@ class Chain:
 
 
 def run(folder: Path, module: Any, data: Any, *, steps: int = 3, card: dict[str, Any] | None = None) -> None:
-    """One run as ``task=fit`` makes it."""
+    """Run a training as ``task=fit`` does."""
     folder.mkdir(parents=True)
     callbacks: list[Callback] = [
         PrivacyAccountant(run_dir=folder, eps_log_points=1), PrivacyCard(run_dir=folder, **(card or {})),
@@ -56,7 +56,7 @@ def run(folder: Path, module: Any, data: Any, *, steps: int = 3, card: dict[str,
 
 
 def make_chain(root: Path, *, card: dict[str, Any] | None = None) -> Chain:
-    """Train, generate, train on what was generated, embed and index, each with models of a few thousand weights."""
+    """Train, generate, train on the result, embed and index, each with models of a few thousand weights."""
     chain = Chain(root)
     log = PairsDataModule(folder=write_log(root / "log"), sampling="poisson", expected_batch_size=8)
     mode = DPSGD(eps=50.0, noise_multiplier=4.0, max_grad_norm=0.5, secret_file=root / "secret")

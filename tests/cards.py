@@ -1,4 +1,4 @@
-"""A run folder as the training loop leaves it, for tests of what is made from its ledger."""
+"""A run folder like the training loop's, for tests of what is derived from its ledger."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lit_dpret.privacy.ledger.chain import GENESIS, canonical_json, record_hash
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.plan import PrivacyPlan
 
-N, DELTA, NOISE = 1000, 5e-4, 4.0  # much noise: the accountants are quick
+N, DELTA, NOISE = 1000, 5e-4, 4.0  # with much noise the accountants are fast
 LAW = Poisson(sample_rate=0.05)
 Change = Callable[[dict[str, Any]], None]
 
@@ -84,12 +84,12 @@ class Run:
         return build_card(self.ledger.records, subject, RunFacts(**facts))
 
     def write_card(self, **facts: Any) -> Path:
-        """Write the card beside the ledger; return the path of its JSON."""
+        """Write the card next to the ledger; return the path of its JSON."""
         return write_card(self.card(**facts), self.folder)
 
 
 def forge(card: dict[str, Any], **claim: Any) -> dict[str, Any]:
-    """Edit the claim and put the checksum right, as somebody who knows the format would."""
+    """Edit the claim and correct the checksum, as an attacker who knows the format would."""
     forged = json.loads(json.dumps(card))
     forged["claim"].update(claim)
     forged["checksum"] = checksum(forged)
@@ -97,7 +97,7 @@ def forge(card: dict[str, Any], **claim: Any) -> dict[str, Any]:
 
 
 def rewrite_chain(path: Path, change: Change) -> None:
-    """Change every record, and forge the chain so that only the change is to be seen."""
+    """Change every record, and recompute the hash chain so that only the change is visible."""
     head, lines = GENESIS, []
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -109,7 +109,7 @@ def rewrite_chain(path: Path, change: Change) -> None:
 
 
 def started(root: Path) -> Run:
-    """A run from the model of another private run; its folder is ``root / "second"``."""
+    """Return a run that starts from the model of another private run; its folder is ``root / "second"``."""
     model = root / "first" / "model"
     model.mkdir(parents=True)
     (model / "weights").write_bytes(b"w")
@@ -125,5 +125,5 @@ REFUTED = [Assumption("Each gradient was clipped.", "refuted")]
 
 
 def made_from(parent: Path, **facts: Any) -> dict[str, Any]:
-    """The card of synthetic queries made from the artefact that the card in ``parent`` is about."""
+    """Return the card of synthetic queries derived from the artefact of the card in ``parent``."""
     return inherit_card(parent, CHILD, CardFacts(**facts), description="sampling")

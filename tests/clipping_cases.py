@@ -1,4 +1,4 @@
-"""Small real models, and the reference they are compared with: one unit at a time, by autograd; not a test."""
+"""Small real models, and their reference: one unit at a time, by autograd; not a test."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Case:
         return engine.add(losses, unit_ids, mask)
 
     def unit_gradients(self, unit_ids: Tensor | None = None, mask: Tensor | None = None) -> list[dict[str, Tensor]]:
-        """Each unit alone in its own forward and backward pass; nothing of the engines is used."""
+        """Return the gradient of each unit from its own forward and backward pass, without using the engines."""
         unit_ids = torch.arange(self.count) if unit_ids is None else unit_ids
         units = int(unit_ids.max()) + 1 if mask is None else len(mask)
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -74,7 +74,7 @@ def norm_of(gradient: dict[str, Tensor]) -> Tensor:
 
 
 def lowered(bound: float, tensors: Iterable[Tensor] | None = None) -> float:
-    """What a unit is clipped to: less than the bound by 1e-9 of it in float64, else by 5e-3."""
+    """Return the norm that a unit is clipped to: below the bound by 1e-9 of it in float64, else by 5e-3."""
     wide = tensors is not None and all(tensor.dtype == torch.float64 for tensor in tensors)
     return bound / (1 + (1e-9 if wide else 5e-3))
 
@@ -82,7 +82,7 @@ def lowered(bound: float, tensors: Iterable[Tensor] | None = None) -> float:
 def clipped_sum(
     gradients: list[dict[str, Tensor]], bound: float, clip: str = "abadi", groups: Sequence[Sequence[str]] | None = None
 ) -> dict[str, Tensor]:
-    """Each group (by default one of all parameters) of each gradient scaled down to its share of the bound.
+    """Scale each group (by default all parameters) of each gradient to its share of the bound, and sum them.
 
     The bound is lowered by what rounding may add (`lowered`).
     """
@@ -100,7 +100,7 @@ def clipped_sum(
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Relative L2 distance over all parameters together, and of the worst parameter against the whole."""
+    """Return the L2 distance over all parameters together, relative to the expected norm."""
     assert found.keys() == expected.keys()
     gap = norm_of({n: found[n] - expected[n] for n in found})
     return float(gap / norm_of(expected))
@@ -117,8 +117,8 @@ def check_exact(
     tolerance: float = 1e-10,
     **settings: object,
 ) -> ClippedSum:
-    """Norms and sum equal the reference, with a bound that clips about half of the units; twice, so that the
-    first batch (which is verified) and a later one (which is not) are both compared.
+    """Check that norms and sum equal the reference, with a bound that clips about half of the units; twice, so that
+    the first batch (which is verified) and a later one (which is not) are both compared.
     """
     gradients = case.unit_gradients(unit_ids, mask)
     norms = torch.stack([norm_of(g) for g in gradients])
@@ -147,11 +147,11 @@ def check_low_precision(
     floor: float = 0.0,
     least: float = lowered(1.0) * (1 - 1e-5),
 ) -> None:
-    """Under bf16, in autocast or by its weights, each unit alone moves the sum by what it is clipped to, in fp32.
+    """Check that under bf16, by autocast or by its weights, each unit alone moves the sum by its clipped norm, in fp32.
 
-    Norms and sums come from the same bf16 tensors, so bf16 adds nothing to the bound; the norm itself is that of
-    bf16's gradient, near the exact one by ``norm_within``, or by ``floor`` times the largest: a saturated unit's tiny
-    one is known no better than the others' rounding.
+    Norms and sums come from the same bf16 tensors, so bf16 adds nothing to the bound. The norm itself is that of
+    bf16's gradient. It is within ``norm_within`` of the exact one, or within ``floor`` times the largest: the tiny
+    norm of a saturated unit is known no more precisely than the others' rounding.
     """
     exact = torch.stack([norm_of(g) for g in case.unit_gradients()])
     case.module.to(weights)
@@ -174,7 +174,7 @@ def check_low_precision(
 def check_dropped(
     case: Case, broken: int, *, engine: str = "ghost", unit_ids: Tensor | None = None, **settings: object
 ) -> None:
-    """The unit ``broken`` adds nothing and is counted, and the others add what they add without it."""
+    """Check that the unit ``broken`` adds nothing and is counted, and the others add what they add without it."""
     rest = [g for i, g in enumerate(case.unit_gradients(unit_ids)) if i != broken]
     bound = sorted(float(norm_of(g)) for g in rest)[len(rest) // 2]
     clipping = make_engine(engine, case.module, max_grad_norm=bound, **settings)
@@ -186,7 +186,7 @@ def check_dropped(
 
 
 def check_refused(case: Case, words: str, *, engine: str = "ghost", unit_ids: Tensor | None = None) -> None:
-    """The batch is refused in these words, and nothing of it is in the sum."""
+    """Check that the batch is refused with this pattern, and that nothing of it is in the sum."""
     clipping = make_engine(engine, case.module, max_grad_norm=1.0)
     with pytest.raises(UnsupportedModelError, match=words):
         case.run(clipping, unit_ids)
@@ -194,12 +194,12 @@ def check_refused(case: Case, words: str, *, engine: str = "ghost", unit_ids: Te
 
 
 def add(clipping: ClippedSum, losses: Callable[..., Tensor], units: int) -> ClipStats:
-    """A batch of so many rows, each of which is a unit."""
+    """Add a batch of ``units`` rows, each of which is a unit."""
     return clipping.add(losses, torch.arange(units), torch.ones(units, dtype=torch.bool))
 
 
 def alone(clipping: ClippedSum, losses: Callable[[], Tensor]) -> float:
-    """What the only unit adds, which one row is."""
+    """Return the norm that a single unit of one row adds to the sum."""
     add(clipping, lambda *_: losses(), 1)
     return float(norm_of(clipping.take()))
 
@@ -208,13 +208,13 @@ def alone(clipping: ClippedSum, losses: Callable[[], Tensor]) -> float:
 
 
 def lengths_mask(count: int, longest: int) -> Tensor:
-    """Rows of different lengths, so that there is padding."""
+    """Return a mask of rows of different lengths, so that there is padding."""
     lengths = 2 + torch.arange(count) * 7 % (longest - 1)
     return (torch.arange(longest)[None, :] < lengths[:, None]).long()
 
 
 def prepared(model: nn.Module) -> Any:
-    """In float64, away from what it was initialised to."""
+    """Convert to float64 and move the weights away from their initial values."""
     model.double()
     for p in model.parameters():
         if p.requires_grad:
@@ -223,7 +223,7 @@ def prepared(model: nn.Module) -> Any:
 
 
 def case_of(model: nn.Module, *shape: int) -> Case:
-    """A loss of all outputs for rows of this shape, the first size being their number."""
+    """Return a case with a loss of all outputs, for rows of this shape; the first size is their number."""
     model.double()
     x = torch.randn(*shape, dtype=torch.float64)
     return Case(model, lambda b: model(b["x"]).flatten(1).sin().sum(1), {"x": x})
@@ -292,7 +292,7 @@ def bert(rows: int = 5, **changes: object) -> Case:
 
 
 def bert_lm(rows: int = 4, length: int = 6) -> Case:
-    """An output layer tied to the word embeddings, whose bias two modules own."""
+    """Return a model whose output layer is tied to the word embeddings and whose bias belongs to two modules."""
     model = prepared(hf.BertForMaskedLM(hf.BertConfig(**BERT)))
     assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
     ids, mask = torch.randint(2, VOCAB, (rows, length)), lengths_mask(rows, length)
@@ -305,7 +305,7 @@ def bert_lm(rows: int = 4, length: int = 6) -> Case:
 
 
 def minilm(rows: int = 5, **changes: object) -> Case:
-    """The shape of MiniLM: more layers than width, as BERT without its pooler."""
+    """Return a model shaped like MiniLM: narrow and deep, a BERT without its pooler."""
     shape = BERT | {"num_hidden_layers": 4, "num_attention_heads": 6} | changes
     return encoder_case(hf.BertModel(hf.BertConfig(**shape), add_pooling_layer=False), rows)
 
@@ -363,7 +363,7 @@ def siamese(together: bool = False, rows: int = 4, k: int = 3) -> Case:
 
 
 class Reused(nn.Module):
-    """Small layers in every kind of sharing; ``forward`` gives one loss per row."""
+    """Small layers in every kind of sharing; ``forward`` returns one loss per row."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -573,7 +573,7 @@ def conv_net(rows: int = 4) -> Any:
 Build = Callable[..., Any]
 GATED = {"feed_forward_proj": "gated-gelu"}
 
-#: Every model of the list, by its name; called with ``lib``, the number of rows, and changes of its configuration.
+#: The covered models by name; called with the number of rows and changes of the configuration.
 COVERED: dict[str, Build] = {
     "t5_v1.0_tied": lambda rows, **changes: t5(rows, **changes),
     "t5_v1.0_untied": lambda rows, **changes: t5(rows, untied=True, **changes),
@@ -595,7 +595,7 @@ COVERED: dict[str, Build] = {
 
 
 class Scaled(nn.Module):
-    """A bare parameter beside a layer that has a rule."""
+    """A bare parameter next to a layer that has a rule."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -607,7 +607,7 @@ class Scaled(nn.Module):
 
 
 class Positions(nn.Module):
-    """Positions that are used directly, before a layer in a ModuleDict."""
+    """Position parameters that are used directly, before a layer in a ModuleDict."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()

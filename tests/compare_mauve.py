@@ -1,12 +1,12 @@
-"""Our MAUVE beside that of its authors' program on the same features; makes ``tests/data/mauve.json``; no test.
+"""Compare our MAUVE with its authors' program on the same features, and write ``tests/data/mauve.json``; not a test.
 
-mauve-text is under the GPL and is not a dependency: install it in an environment of its own, without its own
-dependencies where these are there already, and run this with that Python:
+mauve-text is under the GPL and is not a dependency. Install it in a separate environment, without those of its
+dependencies that are already there, and run this with that environment's Python:
 
     python -m venv aside && aside/bin/pip install mauve-text && aside/bin/pip install -e ".[quickstart,quality]"
     LIT_DPRET_DATA=FOLDER aside/bin/python tests/compare_mauve.py tests/data/mauve.json
 
-Only its documented function is called, on features; nothing of it is read or copied.
+This calls only its documented function, on features; none of its code is read or copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Features = NDArray[np.float32]
 
 
 def gaussian_set(shift: float) -> tuple[Features, Features]:
-    """Two samples of normal features in 20 dimensions, whose means are ``shift`` apart."""
+    """Draw two samples of normal features in 20 dimensions, whose means are ``shift`` apart."""
     rng = np.random.default_rng(0)
     p, q = (rng.standard_normal((TEXTS, 20)).astype(np.float32) for _ in range(2))
     q[:, 0] += shift
@@ -37,9 +37,9 @@ def gaussian_set(shift: float) -> tuple[Features, Features]:
 
 
 def question_sets(root: Path) -> dict[str, tuple[Features, Features]]:
-    """MiniLM embeddings: InsuranceQA's questions against others of them with 30 % web queries, and against web queries.
+    """Embed InsuranceQA's questions by MiniLM, paired with others of them and 30 % web queries, and with web queries.
 
-    The texts are in lower case, and samples by hash of each.
+    Texts are lower-cased, and sampled by their hashes.
     """
     from lit_dpret.encoders import TextEncoder
 

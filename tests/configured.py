@@ -21,7 +21,7 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def wrong_keys(cfg: DictConfig) -> list[str]:
-    """The settings that are not arguments of what they would construct; there has to be something to construct."""
+    """Return the settings that are not arguments of their target; fail if there is no target."""
     found = list(_targets(OmegaConf.to_container(cfg, resolve=True)))
     assert found
     wrong = []
@@ -34,7 +34,7 @@ def wrong_keys(cfg: DictConfig) -> list[str]:
 
 
 def _targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every mapping with a ``_target_`` in a resolved configuration."""
+    """Yield every mapping with a ``_target_`` in a resolved configuration."""
     if isinstance(node, dict):
         if "_target_" in node:
             yield path, node

@@ -1,4 +1,4 @@
-"""Shared set-up: the tests' own stand-ins are importable, and no test touches the user's secret."""
+"""Shared set-up: the tests' own helpers can be imported, and no test touches the user's secret."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # one thread for each of several workers, also in the processes they start
+if "PYTEST_XDIST_WORKER" in os.environ:  # one thread for each of several workers, also in processes that they start
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Leave every n-th case of ``like(n)`` fast; then keep the share that was asked for of what ``-m`` has left."""
+    """Keep every n-th case of ``like(n)`` fast; then keep the requested share of what ``-m`` selected."""
     seen: Counter[str] = Counter()
     for item in items:
         if (mark := item.get_closest_marker("like")) is not None:
@@ -53,13 +53,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Collect no garbage while modules are imported and tests are collected: none of that is garbage."""
+    """Disable garbage collection while modules are imported and tests are collected, which leave no garbage."""
     gc.disable()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep what was imported and collected out of later garbage collections, which then run less often as well."""
+    """Exclude imported and collected objects from later garbage collections, which then also run less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)  # tests allocate much and keep little: the default takes 5 % of their time
@@ -75,7 +75,7 @@ def no_idle_work() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """One server of processes for all tests of several ranks: starting it takes longer than most of them."""
+    """One server of processes for all tests with several ranks: starting it takes longer than most of them."""
     found = Server()
     yield found
     found.close()
@@ -83,7 +83,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def zero_server() -> Iterator[ZeroServer]:
-    """The same for jobs under DeepSpeed."""
+    """A server like ``server`` for jobs under DeepSpeed."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install lit-dpret[deepspeed]")
     found = ZeroServer()
     yield found
@@ -92,7 +92,7 @@ def zero_server() -> Iterator[ZeroServer]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """Ray with two processors of this machine."""
+    """Start Ray with two CPUs of this machine."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install lit-dpret[ray]")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
@@ -107,14 +107,14 @@ def own_state_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
 
 @pytest.fixture(autouse=True, scope="module")
 def no_run_of_other_files() -> Iterator[None]:
-    """The process knows no run of another file, as if this one were run alone."""
+    """Forget all runs after each file, so that a file behaves as if it were run alone."""
     yield
     _forget(None)
 
 
 @pytest.fixture(autouse=True)
 def no_run_of_other_tests(no_run_of_other_files: None) -> Iterator[None]:
-    """Nor one of another test, but for those of fixtures that several tests share."""
+    """Forget the runs of each test after it, except those of shared fixtures."""
     known = _known_runs()
     yield
     _forget(known)
@@ -122,7 +122,7 @@ def no_run_of_other_tests(no_run_of_other_files: None) -> Iterator[None]:
 
 def _known_runs() -> tuple[dict[Any, Any], list[Any]] | None:
     trained, passed = (sys.modules.get(f"lit_dpret.privacy.ledger.{name}") for name in ("trained", "passed"))
-    if trained is None or passed is None:  # torch comes with them, and not every file of tests needs it
+    if trained is None or passed is None:  # these import torch, which not every test file needs
         return None
     return {shape: dict(found) for shape, found in trained._values.items()}, list(passed._noted)
 
@@ -135,13 +135,13 @@ def _forget(known: tuple[dict[Any, Any], list[Any]] | None) -> None:
 
 @pytest.fixture(autouse=True)
 def words_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests name settings as the command line does, whoever raised the error."""
+    """Make errors name settings as the command line does, whatever raised them."""
     monkeypatch.setattr(errors, "on_command_line", True)
 
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    """A fit that breaks off may leave Lightning's handler of SIGTERM, which forked processes would inherit."""
+    """Restore the SIGTERM handler: a broken fit may leave Lightning's, which forked processes would inherit."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -149,7 +149,7 @@ def own_signals() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_loaders() -> Iterator[None]:
-    """Lightning leaves torch's loaders wrapped where a hook that makes one raises, and then rejects later ones."""
+    """Unwrap torch's loaders: if a hook that builds one raises, Lightning leaves them wrapped, and rejects new ones."""
     yield
     if (data := sys.modules.get("torch.utils.data")) is None:
         return
@@ -160,8 +160,8 @@ def own_loaders() -> Iterator[None]:
 
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
-    """Set PyTorch's threads, until the test ends."""
-    import torch  # not above: torch counts the threads that it may use when it is imported
+    """Return a function that sets PyTorch's threads until the test ends."""
+    import torch  # not above: torch reads the number of threads when it is imported
 
     before = torch.get_num_threads()
     yield torch.set_num_threads

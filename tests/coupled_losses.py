@@ -1,4 +1,4 @@
-"""Losses whose rows depend on each other, each in another way, and a training that has to refuse them."""
+"""Losses whose rows depend on each other in different ways, and a training that must refuse them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DividedByTheNumberOfRows(Plain):
 
 
 class GradientAlone(Plain):
-    """The loss is the row's own; its gradient is multiplied by a statistic of the batch."""
+    """The loss depends on its own row only, but a statistic of the batch scales its gradient."""
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         found = self.losses(rows["inputs"], rows["target"])
@@ -59,7 +59,7 @@ class GradientAlone(Plain):
 
 
 class InBlocks:
-    """As where no process may hold the gradient of all weights (`PrivateModule.in_blocks`)."""
+    """Report training block by block, as if no process could hold the whole gradient (`PrivateModule.in_blocks`)."""
 
     @property
     def in_blocks(self) -> bool:
@@ -79,14 +79,14 @@ class GradientAloneInBlocks(InBlocks, GradientAlone):
 
 
 class WeaklyCoupled(Plain):
-    """One part in two hundred from the batch, below what was once taken for rounding."""
+    """A loss with one part in two hundred from the batch, less than an earlier rounding tolerance."""
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         return self.losses(rows["inputs"], rows["target"]) * (1 + 5e-3 * rows["target"].mean().tanh())
 
 
 class Remembering(Plain):
-    """Its targets follow those of the batch before; ``keep`` says where they are kept."""
+    """A loss whose targets depend on those of the previous batch; subclasses choose where these are kept."""
 
     def remember(self, value: Tensor) -> None:
         self.bank = [value]
@@ -130,7 +130,7 @@ class RememberingInAGlobal(Remembering):
 
 
 class RememberingInPlace(Remembering):
-    """A tensor that is too large for copies to be made of it."""
+    """A loss that keeps targets in place, in a tensor too large to be copied."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -144,7 +144,7 @@ class RememberingInPlace(Remembering):
 
 
 class FittedOnTheFirstBatch(Plain):
-    """Centres targets by a mean that it takes from the first rows that it sees."""
+    """A loss that centres targets by the mean of the first rows that it sees."""
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         if not hasattr(self, "centre"):
@@ -153,7 +153,7 @@ class FittedOnTheFirstBatch(Plain):
 
 
 class ByPlace(Plain):
-    """Every other row has another target, whoever it is."""
+    """A loss that changes the target of every other row by position."""
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         turn = torch.arange(len(rows["target"])) % 2
@@ -169,7 +169,7 @@ class CollatedInCompany(Plain):
 
 
 class AugmentedAndCentred(Plain):
-    """Noise of each row's own, and then a statistic of the batch, before anybody sees the rows."""
+    """A collation that adds noise to each row and then centres by the batch, before any check sees the rows."""
 
     def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
         found = super().collate_rows(rows)
@@ -178,7 +178,7 @@ class AugmentedAndCentred(Plain):
 
 
 class PreparedFromTheBatch(Plain):
-    """Takes the statistic of the batch in the hook that prepares further inputs of the loss."""
+    """A loss that computes the batch statistic in the hook that prepares its other inputs."""
 
     def before_batch(self, batch: UnitBatch) -> None:
         self.centre = batch.rows["target"].mean()
@@ -188,14 +188,14 @@ class PreparedFromTheBatch(Plain):
 
 
 class PreparedRows(Plain):
-    """Writes the statistic into the rows, after these were collated and before anybody compares them."""
+    """A hook that writes the statistic into the rows after collation and before any comparison."""
 
     def before_batch(self, batch: UnitBatch) -> None:
         batch.rows["target"] -= batch.rows["target"].mean()
 
 
 class Step:
-    """Keeps what is made once for each step, for all of its physical batches; in an object, as such code does."""
+    """A value computed once per step for all its physical batches; kept in an object, as real code does."""
 
     __slots__ = ("made", "queue", "step")
 
@@ -208,7 +208,7 @@ class Step:
         return self.made
 
     def earlier(self, step: int, target: Tensor) -> float:
-        """Return the number of the step before, as MoCo's queue has its keys."""
+        """Return the value of the previous step, as MoCo's queue keeps its keys."""
         if step != self.step:
             self.step = step
             self.queue.append(float(target.detach().sum()))
@@ -256,7 +256,7 @@ class QueueOncePerStep(CentredOncePerStep):
 
 
 class MinesInLargeBatches(Plain):
-    """Trains on the harder half alone, where there are enough rows to choose from."""
+    """A loss that trains only on the harder half if there are enough rows to choose from."""
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         found = super().per_row_loss(rows)
@@ -264,7 +264,7 @@ class MinesInLargeBatches(Plain):
 
 
 class TrimsATenth(Plain):
-    """Leaves out the largest losses: of less than ten rows none."""
+    """A loss that drops the largest tenth of the losses: none if there are fewer than ten rows."""
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         found = super().per_row_loss(rows)
@@ -285,7 +285,7 @@ class DividedByManyRows(Plain):
 
 
 class Fitted:
-    """A normaliser that holds the mean of the rows that it was made of."""
+    """A normaliser that holds the mean of the rows that it was fitted on."""
 
     def __init__(self, rows: Tensor) -> None:
         self.mean = rows.detach().mean(0)
@@ -328,7 +328,7 @@ class FittedInADict(Plain):
 
 
 class FittedInEachStep(Plain):
-    """Normalises by what it fitted on the first batch of a step, one of many objects in a dict."""
+    """A loss that normalises by what it fitted on the first batch of a step, kept in a dict of many objects."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -342,7 +342,7 @@ class FittedInEachStep(Plain):
 
 
 class ScaledInLowPrecision(Plain):
-    """Keeps activations in range by the largest of the batch, as recipes for eight bits do."""
+    """A loss that scales activations by the largest one of the batch, as eight-bit recipes do."""
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         hidden = self.net[1](self.net[0](rows["inputs"]))
@@ -361,7 +361,7 @@ class QuantisedInLowPrecision(Plain):
 
 
 class ClipsGradientsLater(Plain):
-    """A hook shortens the gradient of a batch at the head, after a warm-up."""
+    """A loss with a hook that clips the gradient of a batch at the head, after a warm-up."""
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         hidden = self.net[0](rows["inputs"])
@@ -383,13 +383,13 @@ COUPLED = (
 def train(folder: Path, module: type[Any], **settings: Any) -> Any:
     torch.manual_seed(0)
     GLOBAL.clear()
-    fitted = module(privacy=dp(folder, noise_seed=SEED))  # a batch of one unit may show what a larger one does not
+    fitted = module(privacy=dp(folder, noise_seed=SEED))  # a batch of one unit may reveal what a larger one does not
     fit(folder / "run", fitted, **settings)
     return fitted
 
 
 def refused(folder: Path, module: type[Any], *, named: str = "", trap: str = "T11", **settings: Any) -> None:
-    """Train a module that has to be refused, for what is ``named``."""
+    """Check that training a module is refused with the trap, by a message that matches ``named``."""
     with pytest.raises((UnsupportedModelError, ConfigurationError), match=named) as refusal:
         train(folder, module, **settings)
     assert refusal.value.trap == trap

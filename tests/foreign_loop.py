@@ -10,7 +10,7 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "own_loop" / "tr
 
 
 class _Helper:
-    """An object whose address differs between ranks, as any object's may."""
+    """An object whose address differs between ranks, as any object's can."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -20,7 +20,7 @@ class _Helper:
 
 
 def fit(folder: Path, rank: int, world: int, *, declares: bool = False, adds_up: bool = False) -> dict[str, Any]:
-    """Three steps of it; it may say that it adds up over ranks, and may do so."""
+    """Train it for three steps; it can declare that it adds up over ranks, and can do so."""
     import lightning as L
     import torch
 
@@ -51,7 +51,7 @@ def fit(folder: Path, rank: int, world: int, *, declares: bool = False, adds_up:
 
         def receive(guard: Any) -> None:
             class Counting:
-                """The example reads the counts before it takes the sums."""
+                """A guard that reads the counts as the example would, before it takes the sums."""
 
                 def authorise(self, attempt: int, number: int, units: int, sums: Any) -> Any:
                     return guard.authorise(attempt, number, mode.counts.units, sums)

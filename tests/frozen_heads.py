@@ -1,4 +1,4 @@
-"""A frozen dual encoder over a dozen passages, with what its tests ask of it. Imported by path; not a test."""
+"""A frozen dual encoder over a dozen passages, with helpers for its tests. Imported by path; not a test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tower(**contract: Any) -> TextEncoder:
 
 
 def frozen(**settings: Any) -> FrozenDualEncoder:
-    """A module whose head is no longer the identity, so that nothing holds by accident."""
+    """Return a module whose head is no longer the identity, so that no test passes by accident."""
     known = {"privacy": NoPrivacy(), "optimizer": OptimizerSpec(lr=0.01), "encoder": tower(), "temperature": 0.1}
     module = FrozenDualEncoder(**{**known, **settings})
     module.prepare_texts(PASSAGES, QUERIES)

@@ -1,6 +1,6 @@
-"""Small seeded runs of every mode and family, and the facts of each that a change of the code must leave as they are.
+"""Small seeded runs of every mode and family, and the facts about each that code changes must preserve.
 
-Imported by path; not a test. Write the facts anew, only where the commit says why they change:
+Imported by path; not a test. Rewrite the facts only if the commit says why they change:
 
     PYTHONPATH=tests:. python tests/golden_runs.py [name ...]
 """
@@ -24,11 +24,11 @@ from torch import Tensor
 FACTS = Path(__file__).parent / "golden" / "golden.json"
 Facts = dict[str, Any]
 
-# -- what is kept of a run -------------------------------------------------------------------
+# -- the facts that are kept of a run --------------------------------------------------------
 
 
 def of_weights(weights: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Of each tensor its length, and its product with fixed numbers, which another order of values would change."""
+    """Return each tensor's norm, and its product with fixed numbers, which reordered values would change."""
     found = {}
     for name, value in sorted(weights.items()):
         flat = (value.detach() if isinstance(value, Tensor) else torch.tensor(value)).double().flatten()
@@ -38,7 +38,7 @@ def of_weights(weights: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def of_ledger(folder: Path) -> Facts:
-    """What was planned, what was charged, and how often each kind of record was written."""
+    """Return what was planned, what was charged, and how many records of each kind were written."""
     lines = (folder / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     plans = [record for record in records if record["kind"] == "plan"]
@@ -53,14 +53,14 @@ def of_ledger(folder: Path) -> Facts:
 
 
 def of_card(folder: Path) -> Facts:
-    """The claim and the mechanism on a card, without dates and checksums."""
+    """Return the claim and the mechanism on a card, without dates and checksums."""
     card = json.loads((folder / "privacy_card.json").read_text(encoding="utf-8"))
     mechanism = {name: value for name, value in (card["mechanism"] or {}).items() if isinstance(value, (int, float))}
     return {"claim": {n: card["claim"][n] for n in ("guarantee", "epsilon", "delta")}, "mechanism": mechanism}
 
 
 def fixed_secret(folder: Path) -> dict[str, str]:
-    """What the environment has to say for the same draws in every run that names no secret and no seed."""
+    """Return the environment in which runs without a secret or a seed always draw the same numbers."""
     secret = folder / "lit-dpret" / "privacy_secret"
     secret.parent.mkdir(mode=0o700, exist_ok=True)
     secret.write_bytes(b"s" * 32)
@@ -92,7 +92,7 @@ _JOBS: dict[str, tuple[str, int, Facts]] = {
 
 
 def run_job(server: Any, folder: Path, name: str) -> Facts:
-    """A fit by `rank_runs`, killed in a step and resumed where the job says so."""
+    """Run a fit by `rank_runs`, killed in a step and resumed if the job says so."""
     from rank_runs import told
 
     job, world, given = _JOBS[name]
@@ -127,7 +127,7 @@ def _by_command(case: str) -> Callable[[Path], Facts]:
 
 
 def _synthetic_set(folder: Path) -> Facts:
-    """Every query that a generator writes, and what it says of each."""
+    """Return a digest of every query that a generator writes, and the first three."""
     from tiny_generator import PASSAGES, SETTINGS, lively_generator, write_parent_card
 
     from lit_dpret.synthesis.writer import synthesize
@@ -142,7 +142,7 @@ def _synthetic_set(folder: Path) -> Facts:
 
 
 def _federation(folder: Path) -> Facts:
-    """A shared model of two silos under a budget."""
+    """Train a shared model of two silos under a budget."""
     from tiny_silos import PRIVATE, SIZE, federation
 
     run = federation(folder, PRIVATE, size=replace(SIZE, clients=2))
@@ -164,7 +164,7 @@ IN_PROCESSES = tuple(_JOBS)
 
 
 def server_of(name: str) -> Any:
-    """A server of processes for a job: one that knows DeepSpeed where the job asks for it."""
+    """Return a server of processes for a job, with DeepSpeed if the job needs it."""
     from rank_runs import Server
     from zero_runs import ZeroServer
 
@@ -172,7 +172,7 @@ def server_of(name: str) -> Any:
 
 
 def main(names: Iterable[str]) -> None:
-    """Run those that are named, or all, and write their facts, a line for each run."""
+    """Run the named runs, or all, and write their facts, one line per run."""
     facts = json.loads(FACTS.read_text(encoding="utf-8")) if FACTS.exists() else {}
     os.environ |= fixed_secret(Path(tempfile.mkdtemp()))
     for name in names or [*IN_PROCESSES, *HERE]:

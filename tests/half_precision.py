@@ -1,4 +1,4 @@
-"""Runs of the real Trainer on data sets that differ in one unit, their clipped sums kept.
+"""Runs of the real Trainer on data sets that differ in one unit, with their clipped sums.
 
 Imported by path; not a test.
 """
@@ -31,13 +31,13 @@ LONGEST = 9
 
 
 def _query(i: int) -> str:
-    """One query is longer than all others, and so decides how far they are padded."""
+    """Return the text of a query; one is longer than all others, and so decides their padding."""
     words = 14 if i == LONGEST else 2 + i % 4
     return " ".join(WORDS[(7 * i + k * (1 + i % 11) + i // 20) % 20] for k in range(words))
 
 
 class Log(L.LightningDataModule):
-    """Queries with one passage each, one of which is perhaps emptied: the unit is drawn, and has no rows."""
+    """Queries with one passage each; the unit ``emptied`` is drawn but has no rows."""
 
     def __init__(self, size: int = 128, *, emptied: int | None = None, **settings: Any) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _Items:
 
 
 def tower(**settings: Any) -> TextEncoder:
-    """A transformer wide enough for its products to be blocked in several ways."""
+    """Return a transformer that is wide enough for its products to be blocked in several ways."""
     plain = {
         "hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 4, "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0, "initializer_range": 0.3,
@@ -101,7 +101,7 @@ def tower(**settings: Any) -> TextEncoder:
     return TextEncoder(tiny_bert(**plain | settings), tiny_tokenizer(), contract)
 
 
-STILL = OptimizerSpec(name="sgd", lr=1e-30)  # the weights stay, so that every step can be compared
+STILL = OptimizerSpec(name="sgd", lr=1e-30)  # the weights stay the same, so that every step can be compared
 
 
 def encoder(privacy: Any, *, initializer_range: float = 0.3, matrices_alone: bool = False, **settings: Any) -> Any:
@@ -116,7 +116,7 @@ def encoder(privacy: Any, *, initializer_range: float = 0.3, matrices_alone: boo
 def sums_of(
     folder: Path, module: Any, data: Any, *, steps: int = 2, **trainer: Any
 ) -> tuple[list[dict[str, Tensor]], float]:
-    """The clipped sums of every step of a fit, and the sensitivity that it was charged for."""
+    """Return the clipped sums of every step of a fit, and the sensitivity that it was charged for."""
     found: list[dict[str, Tensor]] = []
     take = module.privacy.take
 
@@ -143,7 +143,7 @@ def moved(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 def largest_ratio(
     folder: Path, make: Callable[[], Any], emptied: Sequence[int], *, data: Callable[..., Any] = Log, **trainer: Any
 ) -> float:
-    """How far emptying one of some units moves the sum of a step, over what was charged for it, at the most."""
+    """Return the largest change of a step's sum when one of some units is emptied, relative to what was charged."""
     whole, charged = sums_of(folder / "whole", make(), data(), **trainer)
     assert len(whole) == 2 and all(moved(step, {n: 0 * v for n, v in step.items()}) > 0 for step in whole)
     found = []

@@ -1,6 +1,6 @@
-"""What takes a third of the time of each tiny fit and decides nothing of what the tests look at.
+"""Work that takes a third of the time of each tiny fit and does not affect what the tests check.
 
-Imported by path through ``conftest.py``, and by the programs that run fits in processes of their own; not a test.
+Imported by path through ``conftest.py``, and by programs that run fits in separate processes; not a test.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 
 
 def leave_out(put: Callable[[Any, str, Any], None]) -> None:
-    """Replace it by ``put(object, name, value)``, as far as the modules that it is in are loaded.
+    """Replace this work by ``put(object, name, value)``, in those of its modules that are loaded.
 
-    What was written outlives a killed process without the disk; `os.fstat` still refuses a file that is closed.
-    `torch.manual_seed` keeps a traceback for each kind of device that is not there, for when it should come.
-    Each Trainer searches all installed packages for callbacks. Each composition parses a dozen files of YAML in Python,
-    where libyaml reads the same. Garbage is collected where memory ran out, which takes long beside all other tests.
-    Hydra composes each command twice, the first time to see whether it sets ``hydra.mode``, and for each list of
-    defaults makes a mapping that only a default with an interpolation asks for. Few privacy losses are kept, since they
-    may be large, and tests of one plan ask for them in turn.
+    - Written data survive a killed process without a disk sync; `os.fstat` still refuses a closed file.
+    - `torch.manual_seed` keeps a traceback for each kind of device that is missing.
+    - Each Trainer searches all installed packages for callbacks.
+    - Each composition parses a dozen YAML files in Python, although libyaml gives the same result.
+    - Collecting garbage after running out of memory takes long among all other tests.
+    - Hydra composes each command twice, first to see whether it sets ``hydra.mode``, and builds a mapping for each
+      list of defaults that only a default with an interpolation needs.
+    - The package caches few privacy losses, since they may be large; tests of one plan use them in turn.
     """
     put(os, "fsync", os.fstat)
     if (torch := sys.modules.get("torch")) is not None:
@@ -68,7 +69,7 @@ def _map_by(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _read_by(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Read each file of the package once; a composition changes what it was given."""
+    """Read each file of the package once; return copies, because a composition changes what it gets."""
     known: dict[tuple[str, str, str], Any] = {}
 
     def found(self: Any, file: Any) -> Any:
@@ -81,7 +82,7 @@ def _read_by(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _once_by_width(groups: Any, epsilon: Callable[..., float]) -> Callable[..., float]:
-    """A test takes another discretisation."""
+    """Cache epsilons by discretisation, because a test uses another one."""
     known: dict[Any, float] = {}
 
     def found(parts: Any, delta: float) -> float:

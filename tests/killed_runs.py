@@ -1,10 +1,10 @@
-"""Tiny private runs in processes of their own, killed by the operating system at a chosen moment.
+"""Tiny private runs in separate processes, killed by the operating system at a chosen moment.
 
 `Server` starts this file as a program. It imports everything once and then forks one process for each
-run, so that a run takes a second. A *moment* is counted in function calls, Python's and C's alike:
-``{"where": "anywhere", "nth": 0, "after": 5000}`` is the 5000th call of the run, and with ``where``
+run, so that a run takes a second. A *moment* is counted in function calls, of Python and C alike:
+``{"where": "anywhere", "nth": 0, "after": 5000}`` is the 5000th call of the run. With ``where``
 ``checkpoint`` (while one is being written), ``step`` (after a release was granted and before it was
-confirmed) or ``ledger`` (in an append) the calls are counted from the ``nth`` time that it gets there.
+confirmed) or ``ledger`` (in an append), calls are counted from the ``nth`` time that the run gets there.
 ``anywhere`` begins when the ledger is opened: before that, a run has nothing to lose.
 """
 
@@ -24,11 +24,11 @@ from typing import Any
 
 BUDGET_EXCEEDED = 3
 STEPS = 6
-NOISE = 2.0  # under Poisson sampling and RDP, where accounting takes no time
+NOISE = 2.0  # with Poisson sampling and RDP, accounting takes no time
 
 
 class Server:
-    """Runs in order, each in a process of its own."""
+    """Runs in order, each in a separate process."""
 
     def __init__(self) -> None:
         command = [sys.executable, __file__]
@@ -38,7 +38,7 @@ class Server:
         )
 
     def run(self, folder: Path, **job: Any) -> int:
-        """Train in ``folder``; returns the exit status, which is -9 where the process was killed."""
+        """Train in ``folder``; return the exit status, which is -9 if the process was killed."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps({"folder": str(folder), **job}) + "\n")
         self._process.stdin.flush()
@@ -51,7 +51,7 @@ class Server:
 
 
 class Watch:
-    """A profiler that counts calls and kills its own process at a moment, or notes how many there were."""
+    """A profiler that counts calls, and kills its own process at a moment or notes the counts."""
 
     def __init__(self, folder: Path, moment: dict[str, Any] | None) -> None:
         from lit_dpret.callbacks.checkpoint_files import WholeCheckpoints
@@ -93,7 +93,7 @@ class Watch:
 
 
 def train_once(job: dict[str, Any]) -> None:
-    """One run as `train.py` would do it, under fixed streams, every draw of noise noted beside its folder."""
+    """Do one run as `train.py` would, with fixed streams; note every draw of noise next to its folder."""
     import lightning as L
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
     from safetensors.torch import save_file
@@ -107,7 +107,7 @@ def train_once(job: dict[str, Any]) -> None:
     from lit_dpret.tasks.fit import Training, train
 
     class Export(Callback):
-        """The card would cost more than the run; its own tests make one."""
+        """Save the weights without a card, which would cost more than the run; other tests cover the card."""
 
         def on_fit_end(self, trainer: Any, module: Any) -> None:
             save_file(dict(module.state_dict()), folder / "model.safetensors")

@@ -24,6 +24,6 @@ LAWS: dict[str, SamplingLaw] = {
 
 
 def gaussian(noise: float, law: SamplingLaw | float = Q, count: int = 1, label: str = "train") -> GaussianRelease:
-    """A release under a law, or under the rate of a Poisson sample."""
+    """Return a release under a law, or under Poisson sampling with a rate."""
     law = Poisson(sample_rate=law) if isinstance(law, float) else law
     return GaussianRelease(noise_multiplier=noise, law=law, count=count, label=label)

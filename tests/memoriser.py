@@ -1,4 +1,4 @@
-"""A model that learns rows by heart, and a log with room for canaries. Imported by path; not a test."""
+"""A model that memorises rows, and a log with room for canaries. Imported by path; not a test."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLACES = 2**18
 
 
 class Memoriser(PrivateModule):
-    """One weight for each text there could be: what was trained on has moved, and nothing else has."""
+    """A module with one weight for each possible text: only the weights of trained texts move."""
 
     def __init__(self, privacy: PrivacyMode, lr: float = 1.0) -> None:
         super().__init__(privacy=privacy, optimizer=OptimizerSpec(name="sgd", lr=lr))
@@ -54,7 +54,7 @@ class Memoriser(PrivateModule):
 def write_large_log(
     folder: Path, *, queries: int = QUERIES, passages: int = 500, vocabulary: Sequence[str] = WORDS
 ) -> Path:
-    """A BEIR folder of random words, all queries for training."""
+    """Write a BEIR folder of random words, with all queries for training."""
     draws = random.Random(7)
 
     def some(count: int) -> str:
@@ -90,7 +90,7 @@ def audited(
     audit: OneRunAudit | None = None,
     **privacy: Any,
 ) -> OneRunAudit:
-    """Train with an audit in ``folder / "run"``; returns the audit."""
+    """Train with an audit in ``folder / "run"``; return the audit."""
     settings = {"eps": 2.0, "delta": 1e-5, "max_grad_norm": 1.0, "secret_file": folder / "secret"}
     run = folder / "run"
     audit = audit or OneRunAudit(canaries=CANARIES, max_share=0.9, seed=11)
@@ -114,14 +114,14 @@ def audited(
 
 
 def without_noise(patch: pytest.MonkeyPatch) -> None:
-    """Nothing is added to the sums, every record says that it was, and the gate does not look."""
+    """Add no noise to the sums, while every record says that it was added, and disable the check of the gate."""
     normal = KeyedStream.normal
     patch.setattr(KeyedStream, "normal", lambda self, *a, **k: normal(self, *a, **k).mul_(0.0))
     patch.setattr(NoiseCheck, "verdict", lambda self, update: None)
 
 
 def a_fixed_batch(patch: pytest.MonkeyPatch) -> None:
-    """The last units, which are the canaries, make every batch, while the sampler says that coins drew it."""
+    """Make every batch of the last units, which are the canaries, while the sampler claims that coins drew it."""
 
     def fixed(self: Any, step: int) -> np.ndarray:
         return np.arange(self.units - round(self.units * self.law.sample_rate), self.units)

@@ -1,4 +1,4 @@
-"""Federations by messages in one process, on which a test is the server too; imported by path, not a test."""
+"""Federations by messages in one process, where a test can be the server too; imported by path, not a test."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient, Told
 
 Mishap = Literal["unavailable", "silent", "late"]
-"""What can happen to a message: its node is gone; nobody ever answers; the answer comes after the waiting time."""
+"""What can happen to a message: its node is gone, no answer ever comes, or it comes after the waiting time."""
 
 Fate = Callable[[Message], Mishap | None]
 
 
 @contextmanager
 def acting_as(node_id: int = SUPERLINK_NODE_ID, run_id: int = 1) -> Iterator[None]:
-    """Make messages as this node would; Flower keeps who a process is in one place for the whole process."""
+    """Make messages as this node would; Flower keeps a process's identity in one place for the whole process."""
     before = {name: getattr(TaskIdentity, f"_{name}") for name in ("run_id", "node_id", "task_id")}
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, node_id, 0
     try:
@@ -79,7 +79,7 @@ class InProcessGrid(Grid):  # type: ignore[misc]
 
     The same apps run on it as on a SuperLink. A difference between the two could hide errors, so nothing is shared
     here: each message is serialised and read again, a node's context is stored and read between messages, a node that
-    raises answers with an error, and the server answers for one that is gone. Late answers and silent nodes cost no
+    raises answers with an error, and the server answers for a missing node. Late answers and silent nodes cost no
     time. ``nodes`` has the ``node_config`` of each node, by number.
     """
 
@@ -89,7 +89,7 @@ class InProcessGrid(Grid):  # type: ignore[misc]
         self._app, self._fate, self._run = client_app, fate, FlowerRun.create_empty(1)
         self.run_id = 1
         self._contexts = {number: self._context(number, facts) for number, facts in nodes.items()}
-        self.away: set[int] = set()  # nodes that are not connected; they keep what they have stored
+        self.away: set[int] = set()  # nodes that are not connected; they keep their stored state
         self.down: Counter[str] = Counter()  # bytes with envelopes, to all nodes, by type of message
         self._replies: dict[str, Message] = {}
         self._late: set[str] = set()
@@ -102,7 +102,7 @@ class InProcessGrid(Grid):  # type: ignore[misc]
             server_app(self, self._context(SUPERLINK_NODE_ID, {}))
 
     def context(self, node_id: int) -> Context:
-        """Return a copy of what a node has stored."""
+        """Return a copy of a node's stored context."""
         return copied_context(self._contexts[node_id])
 
     # -- Flower's grid -------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class InProcessGrid(Grid):  # type: ignore[misc]
         return [self._replies.pop(name) for name in wanted if name in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Send all and return the answers; with a waiting time, only those that come within it."""
+        """Send all and return the answers; with a timeout, only those that come within it."""
         names = self.push_messages(messages)
         return self.pull_messages(name for name in names if timeout is None or name not in self._late)
 
@@ -166,14 +166,14 @@ class InProcessGrid(Grid):  # type: ignore[misc]
             try:
                 reply = self._app(message, context)
                 self._contexts[node] = copied_context(context)
-            except Exception as error:  # as Flower's runtimes do; an interruption goes through
+            except Exception as error:  # as Flower's runtimes do; an interruption passes through
                 traceback.print_exc()
                 reason = f"{type(error)}:<'{error}'>"
                 return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
         return reply
 
     def _unavailable(self, message: Message, code: int) -> Message:
-        """Answer as a SuperLink does in place of a node: by an error that comes from itself."""
+        """Answer as a SuperLink does for a node: with an error from itself."""
         reply = Message(Error(code=code, reason="The node does not answer."), reply_to=message)
         reply.metadata.__dict__.update(
             _src_node_id=SUPERLINK_NODE_ID, _dst_node_id=SUPERLINK_NODE_ID, _message_id=uuid.uuid4().hex
@@ -190,7 +190,7 @@ DIM = 16
 
 
 class ByMessages:
-    """Silos on the nodes 10, 11, ..., the grid between them and their server."""
+    """Silos on the nodes 10, 11, ..., the grid between them, and their server."""
 
     grid_of: type[InProcessGrid] = InProcessGrid
 
@@ -205,7 +205,7 @@ class ByMessages:
         self.server = FlowerFederation(settings, start, server, dim=DIM, patience=waiting)
 
     def client(self, context: Context) -> Any:
-        """The silo of a node."""
+        """Return the silo of a node."""
         silo = self.silo_of(str(context.node_config["client"]))
         silo.told = Told(self.share, self.spent)
         return silo
@@ -218,7 +218,7 @@ class ByMessages:
         return self.server.result
 
     def ask(self, node: int, kind: str, content: Mapping[str, Any] | None = None, **facts: Any) -> Message:
-        """The answer to a message of a server that does as it likes."""
+        """Return the answer to a message of a server that does not follow the protocol."""
         told = self.server.silos.message(**facts)
         for name, record in (content or {}).items():
             told[name] = record
@@ -253,7 +253,7 @@ def only_stage1(settings: PddAs2 = SMALL, rounds: int = 2) -> PddAs2:
     )
 
 
-# -- five silos under masks, on a grid that writes everything down ------------------------------
+# -- five silos under masks, on a grid that records everything ----------------------------------
 
 NAMES = tuple(f"client{i}" for i in range(5))
 START = {"w": torch.zeros(40, 25), "b": torch.ones(7)}
@@ -263,20 +263,20 @@ MASKED = replace(
     stage2=replace(SMALL.stage2, epochs=0),
     secure_sum=True,
     sum_threshold=3,
-    update_norm=10.0,  # these silos drift by more than their first weights are long
+    update_norm=10.0,  # the updates of these silos are longer than their first weights
 )
 PRIVATE_KEYS = {name: new_identity()[0] for name in NAMES}
 PUBLIC_KEYS = {name: identity_of(key) for name, key in PRIVATE_KEYS.items()}
 
 
 def drifted(weights: Mapping[str, torch.Tensor], name: str, number: int) -> Weights:
-    """The weights of a silo after a round: coins that a test knows too."""
+    """Return the weights of a silo after a round, drawn by coins that a test knows too."""
     generator = torch.Generator().manual_seed(1000 * number + int(name[-1]))
     return {key: weights[key] + 0.1 * torch.randn(weights[key].shape, generator=generator) for key in sorted(weights)}
 
 
 class Drifts:
-    """What the apps ask of a silo that has no data and learns nothing."""
+    """A silo with the interface that the apps need, but without data or learning."""
 
     def __init__(self, name: str, state: Path, settings: PddAs2, credentials: Credentials | None) -> None:
         self.name, self.state, self.settings, self.credentials = name, state, settings, credentials
@@ -285,7 +285,7 @@ class Drifts:
         self.model = (START, 16)
 
     def accept_round(self, weights: Mapping[str, torch.Tensor], number: int) -> None:
-        """Has nothing to record."""
+        """Do nothing; there is nothing to record."""
 
     def train_shared(self, weights: Mapping[str, torch.Tensor], number: int) -> Weights:
         return drifted(weights, self.name, number)
@@ -295,7 +295,7 @@ class Drifts:
 
 
 class WritesDown(InProcessGrid):
-    """Keeps what the server sent and got."""
+    """A grid that keeps what the server sent and received."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -310,12 +310,12 @@ class WritesDown(InProcessGrid):
         return reply
 
     def of(self, kind: str, way: str = "up") -> dict[int, RecordDict]:
-        """By node what was sent up, or down, in the last message of a kind."""
+        """Return, by node, what was sent up (or down) in the last message of a kind."""
         return {node: content for found, node, found_way, content in self.seen if (found, found_way) == (kind, way)}
 
 
 class Masked(ByMessages):
-    """The run, its grid and its server."""
+    """The run of five masked silos, its grid and its server."""
 
     grid_of = WritesDown
 
@@ -329,7 +329,7 @@ class Masked(ByMessages):
         return self._silo(name, self.root / name, self.settings, self._keys.get(name))
 
     def forget_between_messages(self) -> Masked:
-        """Every message from now on is handled by a new app with new silos, as by a new process."""
+        """Handle every later message with a new app and new silos, as a new process would."""
         handled = self.grid._handled
 
         def anew(message: Message, node: int) -> Message:
@@ -341,7 +341,7 @@ class Masked(ByMessages):
 
 
 def credentials(**instead: bytes) -> dict[str, Credentials]:
-    """Of all silos; one with another signing key has it on its own copy of the roster, and on no other."""
+    """Return the credentials of all silos; another signing key is only on its own silo's copy of the roster."""
     return {
         name: Credentials(
             name=name,

@@ -37,7 +37,7 @@ def texts(
 
 
 def lines(*numbers: int, queries: Mapping[str, str] = QUERIES) -> list[Line]:
-    """Rows of some queries, each with its first passage."""
+    """Return rows of some queries, each with its first passage."""
     return [
         Line(
             f"q{i}",
@@ -51,7 +51,7 @@ def lines(*numbers: int, queries: Mapping[str, str] = QUERIES) -> list[Line]:
 
 
 class WordTowers:
-    """Embeds a text by the words in it, and counts how many it was asked for."""
+    """Encoders that embed a text by its words, and count the texts that they embedded."""
 
     device = None
 
@@ -85,14 +85,14 @@ def dual(privacy: PrivacyMode | None = None, **settings: Any) -> DualEncoder:
 
 
 def loss_by_hand(module: Any, row: Line, others: Sequence[str]) -> Tensor:
-    """The cross entropy of a row's passage among ``others``, by their ids, at the temperature of `dual`."""
+    """Return the cross entropy of a row's passage among ``others``, by their ids, at the temperature of `dual`."""
     passages = module.encode_passages([PASSAGES[name] for name in (row.passage_id, *others)])
     logits = passages @ module.encode_queries([row.query])[0] / 0.5
     return torch.nn.functional.cross_entropy(logits.unsqueeze(0), torch.tensor([0]))
 
 
 def in_double(privacy: PrivacyMode | None = None, **settings: Any) -> DualEncoder:
-    """A dual encoder in float64 whose sources have looked through `texts`."""
+    """Return a dual encoder in float64 whose sources are prepared with `texts`."""
     module = dual(privacy, **settings).double()
     module.learn_public_passages(PASSAGES)
     module.learn_negatives(texts())

@@ -1,4 +1,4 @@
-"""A Lightning user's own module, loss and data set, made private by `make_private`. Not a test."""
+"""A Lightning user's module, loss and data set, made private by `make_private`. Not a test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lit_dpret import UnitDataModule, make_private
 
 
 class Classifier(L.LightningModule):
-    """What a Lightning user has already; its training and validation step stay as they are."""
+    """A module that a Lightning user already has; its training and validation step stay unchanged."""
 
     def __init__(self, *extra: nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def rows(count: int = 60) -> TensorDataset:
 
 
 class RowsOf(Dataset[Any]):
-    """Rows that a function makes when they are asked for."""
+    """Rows that a function computes on request."""
 
     def __init__(self, row: Callable[[int], Any], count: int = 60) -> None:
         self.row, self.count = row, count

@@ -1,6 +1,6 @@
 """How the commands of a page are executed at a tiny size, and which are not, with the reason. Not a test.
 
-The tables stand in ``data/page_runs.yaml``; what a page takes for granted in `page_stages.STAGES`.
+The tables are in ``data/page_runs.yaml``; the prerequisites of a page are in `page_stages.STAGES`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OTHER_PROGRAMS: dict[str, str] = _TABLES["other_programs"]
 
 
 def shortened(arguments: Sequence[str]) -> list[str]:
-    """The settings of a shown command, with those that make a run of it tiny around them."""
+    """Return the settings of a shown command, with settings around them that make its run tiny."""
     if arguments[:1] in (["silo"], ["list"]):
         return list(arguments)
     given = with_task(list(arguments))
@@ -44,7 +44,7 @@ def shortened(arguments: Sequence[str]) -> list[str]:
 
 
 class Desk:
-    """A folder in which commands are typed one after the other, each in a process that has imported everything."""
+    """A folder in which commands run one after the other, each in a process that has imported everything."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,15 +53,15 @@ class Desk:
         self._context.set_forkserver_preload(["lit_dpret.cli", "lightning.pytorch"])
 
     def ours(self, arguments: Sequence[str], *, launcher: str = "", stops: str = "") -> None:
-        """Run ``lit-dpret`` with ``arguments``; what has two ranks is started as a shell would.
+        """Run ``lit-dpret`` with ``arguments``; commands with two ranks are started as a shell would.
 
         Args:
             arguments: Those after ``lit-dpret``.
-            launcher: What starts the ranks.
-            stops: It has to be refused in these words; empty where it has to end well.
+            launcher: The program that starts the ranks.
+            stops: The words with which it must be refused; empty if it must succeed.
 
         Raises:
-            AssertionError: It ended otherwise; with what it said.
+            AssertionError: It ended otherwise; the message contains its output.
         """
         if launcher == "torchrun":
             self.other(
@@ -78,7 +78,7 @@ class Desk:
             assert ended, f"lit-dpret {' '.join(arguments)}\n{self._said()}"
 
     def other(self, command: Sequence[str]) -> None:
-        """Run any program; ``> FILE`` at the end is where it writes to."""
+        """Run any program; ``> FILE`` at the end redirects its output."""
         environment = os.environ | _surroundings(self.folder)
         redirected = ">" in command
         typed, into = (command[:-2], command[-1]) if redirected else (command, os.devnull)
@@ -97,7 +97,7 @@ def _surroundings(folder: Path) -> dict[str, str]:
 
 
 def _run(arguments: list[str], folder: Path, log: Path, surroundings: dict[str, str]) -> None:
-    """In the new process: what the installed program does."""
+    """Run the installed program's main function in the new process."""
     from lit_dpret import cli
 
     os.environ.update(surroundings)

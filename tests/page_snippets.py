@@ -1,4 +1,4 @@
-"""What the snippets of Python in the pages take for granted. Not a test."""
+"""The prerequisites of the Python snippets in the pages. Not a test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_dpret import PrivacyCard, make_private
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 
-# Parts of a snippet that need another machine or much time, and what stands in their place.
+# Parts of a snippet that need another machine or much time, and their replacements.
 REPLACED: dict[str, str] = {
     'accelerator="gpu"': 'accelerator="cpu"',
     "max_steps=60": "max_steps=2",
@@ -38,7 +38,7 @@ REPLACED: dict[str, str] = {
     "expected_batch_size=32": 'expected_batch_size=32, sampling="poisson"',
 }
 
-# Packages of other people, without which the snippet that begins so is left out.
+# Third-party packages, by the start of the snippet that is skipped without them.
 PACKAGES = {
     "import mteb": "mteb",
     "from beir": "beir",
@@ -47,7 +47,7 @@ PACKAGES = {
 
 
 class Classifier(L.LightningModule):
-    """A module of a reader's own, with its optimizer."""
+    """A reader's module, with its optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Classifier(L.LightningModule):
 
 
 def log(folder: Path) -> dict[str, Any]:
-    """A log of queries, and what a Lightning user has already."""
+    """Return a log of queries, and the objects that a Lightning user already has."""
     private_log(folder)
     dataset = TensorDataset(torch.randn(80, 3), torch.arange(80) % 2)
     return {
@@ -79,7 +79,7 @@ def table(folder: Path) -> dict[str, Any]:
 
 
 def fit(folder: Path) -> dict[str, Any]:
-    """Trainer, module and data of a private fit."""
+    """Return the trainer, module and data of a private fit."""
     from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 
     data = Numbers(sampling="poisson")
@@ -91,14 +91,14 @@ def fit(folder: Path) -> dict[str, Any]:
 
 
 def saved_encoder(folder: Path) -> dict[str, Any]:
-    """A retriever as a run leaves it, beside a collection."""
+    """Write a retriever as a run leaves it, next to a collection."""
     write_log(folder / "collection")
     retriever(privacy=NoPrivacy()).save_model(folder / "runs" / "encoder" / "model")
     return {}
 
 
 def to_be_tested(folder: Path) -> dict[str, Any]:
-    """A module and rows, and a net with a tensor for each row."""
+    """Return a module and rows, and a net with a tensor for each row."""
     torch.manual_seed(0)
     dataset = TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
     return {
@@ -111,7 +111,7 @@ def to_be_tested(folder: Path) -> dict[str, Any]:
 
 
 def released(folder: Path) -> dict[str, Any]:
-    """A synthetic set beside the generator that wrote it."""
+    """Write a synthetic set next to the generator that wrote it."""
     from lit_dpret.synthesis.writer import synthesize
 
     generator = lively_generator().save_model(folder / "runs" / "generator" / "model")
@@ -121,7 +121,7 @@ def released(folder: Path) -> dict[str, Any]:
 
 
 def with_a_prompt(folder: Path) -> dict[str, Any]:
-    """A generator whose prompt was tuned."""
+    """Write a generator with a tuned prompt."""
     generator(prompt_tuning={"num_virtual_tokens": 3}).save_model(folder / "runs" / "generator" / "model")
     return {}
 
@@ -137,7 +137,7 @@ def images(folder: Path) -> dict[str, Any]:
 
 
 def by_messages(folder: Path) -> dict[str, Any]:
-    """Planted silos under the names of the page, and what its apps are made of."""
+    """Return planted silos under the names of the page, and the parts of its apps."""
     pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
     from tiny_silos import SIZE, SMALL, declare_public, maker
 
@@ -163,7 +163,7 @@ def by_messages(folder: Path) -> dict[str, Any]:
 
 
 def poisson_run(folder: Path) -> dict[str, Any]:
-    """The run that the page's command makes, of six steps of a line."""
+    """Do the run of the page's command, with six steps of a line."""
     module = Regression(privacy=DPSGD(eps=3.0, secret_file=folder / "secret"))
     stand_ins.fit(folder / "runs" / "poisson", module, Numbers(sampling="poisson"), extra=[PrivacyCard()])
     return {}
@@ -183,4 +183,4 @@ SURROUNDINGS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/testing.md": to_be_tested,
     "docs/verify.md": poisson_run,
 }
-"""The names that are there before the first snippet of a page; none where a page is not listed."""
+"""The names defined before the first snippet of a page; none if a page is not listed."""

@@ -1,4 +1,4 @@
-"""What the pages take for granted: the files that a reader brings, and the commands of other pages. Not a test."""
+"""The prerequisites of the pages: the files that a reader brings, and the commands of other pages. Not a test."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ RECORDS = [
 
 @dataclass(frozen=True)
 class Stage:
-    """What a page takes for granted.
+    """The prerequisites of a page.
 
     Attributes:
-        files: Write what the reader brings.
-        first: Commands of ours that other pages show and this one builds upon.
-        names: A part of a shown word that stands for something of the reader's own, and what it is here.
-        left: Files that lie there in the end.
-        snippets: The commands take what the snippets of Python make.
+        files: Functions that write the files that the reader brings.
+        first: Our commands from other pages that this one builds on.
+        names: Placeholders in shown words, and the names used for them here.
+        left: Files that must exist in the end.
+        snippets: Whether the commands use results of the Python snippets.
     """
 
     files: tuple[Callable[[Path], Any], ...] = ()
@@ -52,13 +52,13 @@ class Stage:
 
 
 def private_log(folder: Path) -> None:
-    """120 queries of 40 people with their passages, and the list of passages."""
+    """Write 120 queries of 40 people with their passages, and the list of passages."""
     _write(folder / "log.jsonl", RECORDS)
     _write(folder / "passages.jsonl", [{"_id": f"p{i}", "text": text} for i, text in enumerate(PASSAGES)])
 
 
 def table_log(folder: Path) -> None:
-    """The same as a table, without a list of passages."""
+    """Write the same as a table, without a list of passages."""
     rows = ["query\tpassage\tuser_id", *("\t".join(record.values()) for record in RECORDS)]
     (folder / "log.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
     answers = ["question,answer", *(f'"{record["query"]}","{record["passage"]}"' for record in RECORDS)]
@@ -74,7 +74,7 @@ def own_collection(folder: Path) -> None:
 
 
 def lightning_cli(folder: Path) -> None:
-    """The files that the page shows, under the names that it gives them."""
+    """Write the files that the page shows, under the names that it gives them."""
     page = (ROOT / "docs" / "howto" / "lightning.md").read_text(encoding="utf-8")
     for name in ("train_cli.py", "generator.yaml"):
         shown = re.search(rf"`{name}`:\n\n```\w+\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
@@ -122,12 +122,12 @@ def cifar(folder: Path) -> None:
 
 
 def our_pages(folder: Path) -> None:
-    """A clone has them; what a page takes from there are results of earlier runs."""
+    """Link our pages, which a clone has; a page may use results of earlier runs from there."""
     (folder / "docs").symlink_to(ROOT / "docs")
 
 
 def hard_negatives(folder: Path) -> None:
-    """GPL's file, about InsuranceQA: four passages for every train question, as its datamodule names them."""
+    """Write GPL's file about InsuranceQA: four passages for every train question, with the datamodule's ids."""
     lines = [{"qid": f"train-{i}", "pos": [], "neg": {"bm25": ["a14", "a55", "a64", "a99"]}} for i in range(12_889)]
     _write(folder / "hard-negatives.jsonl", lines)
 
@@ -150,7 +150,7 @@ def public_text(folder: Path) -> None:
 
 
 def measured_texts(folder: Path) -> None:
-    """Collections by the names under which similarity.md tells of its numbers."""
+    """Write collections under the names by which similarity.md reports its numbers."""
     root = folder / "FOLDER"
     write_log(root / "insuranceqa")
     asked = "".join(json.dumps({"_id": f"w{i}", "text": record["query"]}) + "\n" for i, record in enumerate(RECORDS))
@@ -162,7 +162,7 @@ def measured_texts(folder: Path) -> None:
 
 
 def silos(folder: Path) -> None:
-    """Planted silos that say which of their sentences are public, and the document of one of them."""
+    """Write planted silos that declare some of their sentences public, and the document of one of them."""
     write_silos(folder / "silos", planted_silos(SIZE), facts={})
     declare_public(folder)
     (folder / "clients").mkdir()
@@ -253,4 +253,4 @@ STAGES: dict[str, Stage] = {
                             names={"runs/corpus/index": "runs/index/index", "downloads/encoder": "runs/encoder/model",
                "downloads/synthetic": "runs/synthetic/synthetic", "downloads/generator": "runs/generator"}),
 }  # fmt: skip
-"""Pages that take nothing for granted stand in no row."""
+"""Pages without prerequisites have no entry."""

@@ -28,7 +28,7 @@ def hinge(table: Tensor) -> Tensor:
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Numbers in [-1, 1]."""
+    """Draw numbers in [-1, 1]."""
     return 2 * torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 1
 
 
@@ -86,5 +86,5 @@ def _by_hand(name: str, s: Table, i: int) -> float:
 
 
 def by_hand(name: str) -> Callable[[Table], list[float]]:
-    """All row losses of the loss of that name."""
+    """Return a function that computes all row losses of the loss of that name."""
     return lambda s: [_by_hand(name, s, i) for i in range(len(s))]

@@ -23,7 +23,7 @@ QUERY, PASSAGE = 5, 7
 
 @dataclass(frozen=True)
 class Pairs:
-    """What is trained, and n records for it."""
+    """A trained module, and n records for it."""
 
     module: nn.Module
     batch: PairBatch
@@ -33,7 +33,7 @@ class Pairs:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def first(self, n: int) -> Pairs:
-        """The first n records."""
+        """Return the first n records."""
         queries, passages = (side.take(slice(0, n)) for side in self.batch.sides)
         return replace(self, batch=replace(self.batch, queries=queries, passages=passages, n=n))
 
@@ -125,7 +125,7 @@ ENCODERS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any]]] =
 
 
 def build(name: str, towers: str = "shared", n: int = 5) -> Pairs:
-    """``towers``: shared, separate, frozen_passages, or shared_backbone (of two heads; texts alone)."""
+    """``towers``: shared, separate, frozen_passages, or shared_backbone (with two heads; texts only)."""
     torch.manual_seed(0)
     make, rows = ENCODERS[name]
     query = prepared(make()).eval()
@@ -141,7 +141,7 @@ def build(name: str, towers: str = "shared", n: int = 5) -> Pairs:
 MODELS = ["mlp", "conv_net", "bert", "t5_encoder", "bert_lora", "t5_lora", "linear_head"]
 TOWERS = ["shared", "separate", "frozen_passages"]
 JACOBIANS = ["jacobian", "k_blocks"]
-#: T5's norm takes its mean square in fp32, so cotangents add up to fp32's rounding only: d of them are not one.
+#: T5's norm takes its mean square in fp32, so the sum of d cotangents equals one pass only up to fp32's rounding.
 LINEAR = {"t5_encoder": 1e-6, "t5_lora": 1e-6}
 
 
@@ -150,7 +150,7 @@ def table(pairs: Pairs, norms: str, **settings: Any) -> Tensor:
 
 
 def reference(pairs: Pairs) -> Tensor:
-    """Written again here: one backward pass over the whole batch for each pair."""
+    """Compute the table independently: one backward pass over the whole batch for each pair."""
     batch, parameters = pairs.batch, list(pairs.trained.values())
     s = batch.embed_queries(batch.queries) @ batch.embed_passages(batch.passages).T
     found = torch.zeros(batch.n, batch.n, dtype=torch.float64)

@@ -22,7 +22,7 @@ from lit_dpret.privacy.plan import PrivacyPlan
 
 
 class Pairs(PairModule):
-    """Features of four numbers through one small network, or one for each side."""
+    """A network on features of four numbers, shared by both sides or one for each."""
 
     def __init__(
         self, *, privacy: PrivacyMode, loss: Any = None, temperature: float = 0.5, separate: bool = False, dim: int = 3
@@ -50,7 +50,7 @@ def _numbers(texts: list[str]) -> Tensor:
 
 
 def hash_of(text: str) -> int:
-    """A number that is the same in every process."""
+    """Return a number that is the same in every process."""
     return int.from_bytes(text.encode(), "big") % (2**31)
 
 
@@ -67,27 +67,27 @@ def batch_clip(**settings: Any) -> BatchClip:
 
 
 def records(n: int, seed: int = 0) -> dict[str, Tensor]:
-    """Features of n records for `Pairs`."""
+    """Return the features of n records for `Pairs`."""
     generator = torch.Generator().manual_seed(seed)
     return {side: torch.randn(n, 4, generator=generator, dtype=torch.float64) for side in ("query", "passage")}
 
 
 def without(rows: dict[str, Any], k: int) -> dict[str, Any]:
-    """The records but for one."""
+    """Return the records without record ``k``."""
     n = len(rows["query"])
     kept = [i for i in range(n) if i != k]
     return {name: value[kept][:, kept] if name == "answers" else value[kept] for name, value in rows.items()}
 
 
 def count_of(rows: Any) -> int:
-    """How many records nested features have."""
+    """Return the number of records in nested features."""
     while isinstance(rows, dict):
         rows = next(iter(rows.values()))
     return len(rows)
 
 
 def batch_of(rows: dict[str, Any]) -> UnitBatch:
-    """One sub-batch in which each record is a unit."""
+    """Return one sub-batch in which each record is a unit."""
     n = count_of(rows)
     units = torch.arange(n)
     return UnitBatch(rows=rows, unit_ids=units, mask=torch.ones(n, dtype=torch.bool), step=0, part=0, last=True)
@@ -96,14 +96,14 @@ def batch_of(rows: dict[str, Any]) -> UnitBatch:
 def plan_of(
     mode: Any, module: Any, *, n_max: int, neighbours: str = "zero_out", expected: int | None = None
 ) -> PrivacyPlan:
-    """A plan of one full-batch step for a mode of coupled losses."""
+    """Return a plan of one full-batch step for a mode of coupled losses."""
     return mode.plan(  # type: ignore[no-any-return]
         Request(n_max, expected or n_max), units=expected or n_max, steps=1, module=module
     )
 
 
 class Request:
-    """Every unit in one batch, or by another law of sampling."""
+    """A request with every unit in one batch, or by another sampling law."""
 
     cap, rows_per_unit = None, "one"
 
@@ -115,7 +115,7 @@ class Request:
 
 
 def clipped_sum(module: Any, plan: PrivacyPlan, rows: dict[str, Any] | None) -> Tensor:
-    """What the mode adds up for one sub-batch, before noise, as one vector."""
+    """Return the mode's sum for one sub-batch, before noise, as one vector."""
     mode = module.privacy
     mode.attach(module, plan, KeyedStream(b"k" * 32, "run"))
     if rows is not None and count_of(rows):
@@ -127,7 +127,7 @@ def clipped_sum(module: Any, plan: PrivacyPlan, rows: dict[str, Any] | None) -> 
 
 
 def data_module(folder: Path, **settings: Any) -> PairsDataModule:
-    """Thirteen queries, each with a passage of its own."""
+    """Write thirteen queries, each with its own passage."""
     (folder / "qrels").mkdir(parents=True)
     for name, width in (("corpus", 5), ("queries", 3)):
         texts = [" ".join(WORDS[(7 * i + j * (1 + i % 3)) % 13] for j in range(width)) for i in range(13)]

@@ -1,4 +1,4 @@
-"""A sweep over a tiny log that is planned and reserved, and trials that begin in it. Imported by path; not a test."""
+"""A planned and reserved sweep over a tiny log, and trials that start in it. Imported by path; not a test."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trial_parts(
     data: dict[str, Any] | None = None,
     **more: Any,
 ) -> Parts:
-    """A training of a few steps, as a trial or as the plan of one."""
+    """Return the parts of a training of a few steps, as a trial or as the plan of one."""
     chosen: dict[str, Any] = {"eps": 8.0, "noise_multiplier": 4.0, "secret_file": folder / "secret"}
     extra = callbacks or (lambda folder: [PrivacyCard(run_dir=folder)])
     plain = parts(folder).make_datamodule
@@ -53,16 +53,16 @@ def planned(
     metric_data: str = "unknown", ledger: str = "data.jsonl", described: str = "",
     vary: Callable[[str], dict[str, Any]] = lambda setting: {}, **given: Any,
 ) -> SweepFolder:  # fmt: skip
-    """Plan a sweep of trials and reserve what they cost, as ``task=sweep task.start=false`` does.
+    """Plan a sweep of trials and reserve their cost, as ``task=sweep task.start=false`` does.
 
-    They are equal but for what ``vary`` makes of their setting ``x=0``, ``x=1`` and so on.
+    The trials differ only by what ``vary`` returns for their setting ``x=0``, ``x=1`` and so on.
     """
     content: dict[str, Any] = {"parameters": {"x": {"values": list(range(trials))}}}
     if metric is not None:
         content["metric"] = {"name": metric}
     draft = folder / f"{threading.get_ident()}.yaml"
     draft.write_text(yaml.safe_dump(content), encoding="utf-8")
-    draft.replace(folder / "sweep.yaml")  # another thread may be reading it
+    draft.replace(folder / "sweep.yaml")  # atomic: another thread may be reading it
 
     def make_run(overrides: Sequence[str]) -> ComposedRun:
         varied = vary(overrides[-1])
@@ -77,14 +77,14 @@ def planned(
 
 
 def begun(folder: Path, name: str = "one", *, task: Any = None, **given: Any) -> Path:
-    """One trial of the sweep, run to its end; its folder."""
+    """Run one trial of the sweep to its end; return its folder."""
     run_dir = folder / "sweep" / "trials" / name
     (task or Fit(min_free_mb=1)).run(trial_parts(folder, run_dir, trial_of=folder / "sweep", **given))
     return run_dir
 
 
 def joined(folder: Path, *, task: Any = None, name: str = "one", **given: Any) -> TrialOf:
-    """What the command line asks before a trial of the sweep begins."""
+    """Return the check that the command line makes before a trial of the sweep starts."""
     run_dir = folder / "sweep" / "trials" / name
     made = trial_parts(folder, run_dir, trial_of=folder / "sweep", **given)
     return TrialOf(folder / "sweep", task or Fit(min_free_mb=1), made)

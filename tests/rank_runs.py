@@ -2,7 +2,7 @@
 
 `Server` starts this file as a program. It imports everything once and then forks one process for each rank of a
 job, so that a job takes a second or two. A job is the name of a function below, or ``module:function``, and its
-arguments; each rank leaves what it saw in ``rank0.json``, ``rank1.json`` and so on in the job's folder.
+arguments; each rank writes its result to ``rank0.json``, ``rank1.json`` and so on in the job's folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 REFUSED = 2
 CRASHED = 1
 
-# Before the fork, so that not every rank does: what the jobs are made of, and what their libraries import when asked.
+# Imported before the fork, so that not every rank has to: the modules of the jobs, and what their libraries load late.
 IMPORTED = (
     "stand_ins", "pair_stand_ins", "tiny_generator", "tiny_models", "shard_jobs", "lit_dpret.cli", "lit_dpret.encoders",
     "lit_dpret.distributed.fsdp", "transformers.generation", "transformers.models.t5.modeling_t5",
@@ -33,7 +33,7 @@ IMPORTED = (
 
 
 class Server:
-    """Jobs in order, each on processes of its own."""
+    """Jobs in order, each on separate processes."""
 
     def __init__(self, program: str = __file__, **environment: str) -> None:
         given = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | environment
@@ -41,10 +41,10 @@ class Server:
             [sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=given
         )
         assert self._process.stdout is not None
-        self._process.stdout.readline()  # everything is imported: no test that takes the time of a job waits for that
+        self._process.stdout.readline()  # wait for the imports here, so that no test that times a job waits for them
 
     def run(self, job: str, folder: Path, *, world: int = 2, timeout: float = 120, **given: Any) -> list[int]:
-        """The exit status of each rank; -9 for one that was killed, also because of ``timeout`` (seconds)."""
+        """Return the exit status of each rank; -9 if it was killed, including after ``timeout`` seconds."""
         assert self._process.stdin is not None and self._process.stdout is not None
         folder.mkdir(parents=True, exist_ok=True)
         state = {name: os.environ[name] for name in ("XDG_STATE_HOME",) if name in os.environ}
@@ -63,7 +63,7 @@ class Server:
 
 
 def told(folder: Path, rank: int) -> dict[str, Any]:
-    """What a rank of the last job in ``folder`` left."""
+    """Return the result of a rank of the last job in ``folder``."""
     found: dict[str, Any] = json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8"))
     return found
 
@@ -71,18 +71,18 @@ def told(folder: Path, rank: int) -> dict[str, Any]:
 # -- jobs: each runs on every rank ---------------------------------------------------------------
 
 
-# What differs between any two runs: the moment, what is hashed over it, and bits of sums that were added in turn.
+# Fields that differ between any two runs: the time, hashes that include it, and low bits of sums added in turn.
 _OWN = {"hash", "prev", "nonce", "update_hash", "state_hash", "sum_tag"}
 
 
 def ledger(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run's ledger without what differs between any two runs."""
+    """Return the records of a run's ledger without the fields that differ between any two runs."""
     lines = (folder / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in _OWN} for line in lines]
 
 
 def weights(seen: dict[str, Any]) -> Any:
-    """The weights that a rank reported, in one row."""
+    """Return the weights that a rank reported, in one row."""
     import torch
 
     return torch.cat([torch.tensor(v, dtype=torch.float64) for _, v in sorted(seen["weights"].items())])
@@ -94,11 +94,11 @@ def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode
         trainer: dict[str, Any] | None = None, module_settings: dict[str, Any] | None = None,
         other: dict[str, Any] | None = None, patience: float | None = None,
         average: float | None = None, asks: list[dict[str, Any]] | None = None) -> dict[str, Any]:  # fmt: skip
-    """A fit whose noise is keyed by the step alone; the weights of each rank come back.
+    """Fit with noise keyed by the step alone; return the weights of each rank.
 
-    ``shifted`` begins with other weights on every rank. ``doom`` ends one rank at a moment (`doomed`). ``other`` are
-    arguments that only the last of several ranks gets. ``patience``: seconds for which ranks wait for a stuck one.
-    ``asks``: the moments at which callbacks ask for the checkpoints ``asked0.ckpt``, ``asked1.ckpt`` ... (`asking`).
+    ``shifted`` starts with different weights on every rank. ``doom`` ends one rank at a moment (`doomed`). ``other``
+    are arguments for the last of several ranks only. ``patience`` is how many seconds ranks wait for a stuck one.
+    ``asks`` are the moments at which callbacks request the checkpoints ``asked0.ckpt``, ``asked1.ckpt`` ... (`asking`).
     """
     if other is not None and rank == world - 1 > 0:
         changed: dict[str, Any] = {
@@ -122,7 +122,7 @@ def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode
         def token_hex(size: int) -> str:
             return "ab" * size
 
-    # The same streams and noise in every folder.
+    # Use the same streams and noise in every folder.
     run_module.random_secrets = gate_module.random_secrets = Fixed  # type: ignore[assignment]
     L.seed_everything(0, verbose=False)
     privacy = make_mode(folder.parent / "secret", **(mode or {"name": "dp_sgd"}))
@@ -153,12 +153,12 @@ def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode
 
 
 def whole(tensor: Any) -> Any:
-    """All of a tensor, of which a rank may hold a part; every rank asks."""
+    """Return the whole of a tensor, of which a rank may hold a part; every rank must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def make_mode(secret: Path, *, name: str, **settings: Any) -> Any:
-    """A privacy mode whose noise is cheap to account for, or one without noise."""
+    """Return a privacy mode whose noise is cheap to account for, or one without noise."""
     from lit_dpret.privacy import modes
 
     kinds = {
@@ -174,7 +174,7 @@ def make_mode(secret: Path, *, name: str, **settings: Any) -> Any:
 def make_module(
     kind: str, privacy: Any, folder: Path, data: dict[str, Any], *, dropout: float = 0.0, **settings: Any
 ) -> tuple[Any, Any]:
-    """A module of some kind and data for it."""
+    """Return a module of some kind and data for it."""
     import stand_ins
 
     if kind == "frozen":
@@ -210,7 +210,7 @@ def make_module(
 
 
 def false_late(kind: str, privacy: Any, *, on: int) -> Any:
-    """A module that from step 3 on couples rows, or makes an update of its own, on one rank alone."""
+    """Return a module that from step 3 on couples rows, or makes its own update, on one rank only."""
     import stand_ins
 
     class FalseLate(stand_ins.Regression):
@@ -230,7 +230,7 @@ def false_late(kind: str, privacy: Any, *, on: int) -> Any:
 
 
 def carded(base: type, folder: Path, data: dict[str, Any]) -> Any:
-    """Data whose folder has a privacy card."""
+    """Return data whose folder has a privacy card."""
 
     class Carded(base):  # type: ignore[misc]
         privacy_card_path = folder / "privacy_card.json"
@@ -239,7 +239,7 @@ def carded(base: type, folder: Path, data: dict[str, Any]) -> Any:
 
 
 def asking(path: Path, *, at: int, part: int, where: str = "start") -> Any:
-    """A callback that asks for a checkpoint in physical batch ``part`` of logical step ``at``."""
+    """Return a callback that requests a checkpoint in physical batch ``part`` of logical step ``at``."""
     from lightning.pytorch.callbacks import Callback
 
     class Asking(Callback):
@@ -260,10 +260,10 @@ def asking(path: Path, *, at: int, part: int, where: str = "start") -> Any:
 
 
 def doomed(rank: int, *, whose: int, at: int, how: str = "kill", where: str = "batch", part: int = 0) -> Any:
-    """A callback that ends rank ``whose`` (-1: every one) in logical step ``at``, or ``where`` it is ``setup``; or that
-    keeps a number there (``how="keep"``).
+    """Return a callback that ends rank ``whose`` (-1: every one) in logical step ``at``, or in ``where="setup"``; with
+    ``how="keep"`` it keeps a number there instead.
 
-    ``part``: before which physical batch of the step, counted from 0.
+    ``part`` is the physical batch of the step, counted from 0, before which it acts.
     """
     from lightning.pytorch.callbacks import Callback
 
@@ -273,7 +273,7 @@ def doomed(rank: int, *, whose: int, at: int, how: str = "kill", where: str = "b
         def setup(self, trainer: Any, module: Any, stage: str) -> None:
             if where == "setup" and rank == whose:
                 self.end()
-            if where == "batch end":  # before the accountant, which a module adds behind the user's callbacks
+            if where == "batch end":  # before the accountant, which a module adds after the user's callbacks
                 trainer.callbacks.insert(0, trainer.callbacks.pop(trainer.callbacks.index(self)))
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
@@ -302,7 +302,7 @@ def doomed(rank: int, *, whose: int, at: int, how: str = "kill", where: str = "b
 
 
 def shared(folder: Path, rank: int, world: int) -> dict[str, Any]:
-    """Every method of `Ranks`, by what it promises."""
+    """Call every method of `Ranks`, and return what it did."""
     import torch
     import torch.distributed as dist
 
@@ -358,7 +358,7 @@ def shared(folder: Path, rank: int, world: int) -> dict[str, Any]:
 
 
 def short_of_memory(folder: Path, rank: int, world: int, *, at: int, always: bool, **given: Any) -> dict[str, Any]:
-    """A `fit` in which memory runs out on the last rank, at its forward pass number ``at`` and, if so, ever after."""
+    """Run a `fit` that is out of memory on the last rank at forward pass number ``at`` and, if ``always``, after it."""
     import stand_ins
     import torch
 
@@ -367,7 +367,7 @@ def short_of_memory(folder: Path, rank: int, world: int, *, at: int, always: boo
 
     def losses(self: Any, rows: Any) -> Any:
         if torch.is_grad_enabled() and rank == world - 1:
-            with counted.open("ab") as file:  # a count in memory would be put back after every batch
+            with counted.open("ab") as file:  # a count in memory would be reset after every batch
                 file.write(b".")
             calls = counted.stat().st_size
             if calls == at or (always and calls > at):
@@ -385,7 +385,7 @@ def one_rank(line: dict[str, Any], rank: int, port: int) -> int:
     from lit_dpret.cli import explain
 
     world, folder = int(line["world"]), Path(line["folder"])
-    os.environ |= line["state"]  # the test's own, not what it was when the server was started
+    os.environ |= line["state"]  # of the test, not of the moment when the server was started
     if world > 1:
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(world),
@@ -430,9 +430,9 @@ def serve() -> None:
         importlib.import_module(name)
     from lit_dpret import errors
 
-    errors.on_command_line = True  # whose ranks these stand for
+    errors.on_command_line = True  # the ranks behave as those of a command
     idle_work.leave_out(setattr)
-    gc.freeze()  # no rank walks through, and so copies, what it has of the server
+    gc.freeze()  # no rank traverses, and so copies, the server's objects
     answers.write("ready\n")
     answers.flush()
     for text in sys.stdin:

@@ -1,4 +1,4 @@
-"""Jobs for the ranks of `rank_runs.Server` on which parameters are cut up (FSDP2)."""
+"""Jobs for the ranks of `rank_runs.Server` with sharded parameters (FSDP2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lit_dpret.distributed.fsdp import ShardingStrategy
 
 
 def fit(folder: Path, rank: int, world: int, *, trainer: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]:
-    """`rank_runs.fit`, in shards where there are several ranks."""
+    """Run `rank_runs.fit`, in shards if there are several ranks."""
     import rank_runs
 
     chosen = {"strategy": ShardingStrategy(), "devices": world} if world > 1 else {}
@@ -19,7 +19,7 @@ def fit(folder: Path, rank: int, world: int, *, trainer: dict[str, Any] | None =
 
 
 def short_of_memory(folder: Path, rank: int, world: int, **given: Any) -> dict[str, Any]:
-    """`rank_runs.short_of_memory`, in shards."""
+    """Run `rank_runs.short_of_memory`, in shards."""
     import rank_runs
 
     strategy = {"strategy": ShardingStrategy(), "devices": world}
@@ -30,12 +30,12 @@ def short_of_memory(folder: Path, rank: int, world: int, **given: Any) -> dict[s
 def find_size(
     folder: Path, rank: int, world: int, *, room: list[int], told: int | None = None, **given: Any
 ) -> dict[str, Any]:
-    """A fit that finds how many rows fit, of which ``room`` says so on each rank, or that is ``told`` it."""
+    """Fit and find how many rows fit, limited by ``room`` on each rank, or take the number ``told``."""
     import stand_ins
     import torch
 
     real = stand_ins.Regression
-    tried = folder / f"tried{rank}"  # what a loss keeps in memory is put back after the batch
+    tried = folder / f"tried{rank}"  # a file, because what a loss keeps in memory is reset after the batch
     tried.write_text("", encoding="utf-8")
 
     class Growing(real):  # type: ignore[misc, valid-type]
@@ -67,7 +67,7 @@ def generate(
     privacy: dict[str, Any] | None = None, model: dict[str, Any] | None = None, precision: str = "32-true",
     lora: bool = False, kill_at: int | None = None, short_at: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A tied T5 trained by ``task=fit``'s own function, its model and card written; whole weights come back.
+    """Train a tied T5 by the function of ``task=fit``, write its model and card, and return whole weights.
 
     ``short_at``: the forward pass for which memory runs out on the last rank.
     """
@@ -149,7 +149,7 @@ def generate(
 
 
 def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
-    """`ShardedParameters` and what it is used with, beside whole tensors."""
+    """Compare `ShardedParameters`, and what uses them, with whole tensors."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -174,7 +174,7 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
             self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)])
             self.head, self.tied = nn.Linear(5, 7, bias=False), nn.Linear(5, 7)
             self.tied.weight = self.head.weight
-            self.blocks.append(nn.Sequential(self.head))  # not a block of its own: the head is used outside too
+            self.blocks.append(nn.Sequential(self.head))  # not a separate block: the head is used outside too
             self.lone, self.frozen = nn.Parameter(torch.ones(1)), nn.Linear(3, 2).requires_grad_(False)
             self.register_buffer("counted", torch.arange(3.0))
 
@@ -182,14 +182,14 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
     blocks = [block is module.blocks[i] for i, block in enumerate(own_blocks(module))]
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            tensor.add_(rank)  # rank 0's are taken
+            tensor.add_(rank)  # rank 0's values must win
     sharded = fsdp.ShardedParameters(module, mesh)
     first = [id(p) for p in module.parameters()]
     with sharded.whole():
         gathered = {name: p.detach().clone() for name, p in module.named_parameters()}
         inside = [id(p) for p in module.parameters()]
         with torch.no_grad():
-            module.lone.fill_(99.0)  # forgotten: it is a copy
+            module.lone.fill_(99.0)  # discarded: it is a copy
         with sharded.whole():
             pass
         still_whole = not hasattr(module.lone, "full_tensor")
@@ -262,7 +262,7 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
 
 
 def evaluated(folder: Path, rank: int, world: int) -> dict[str, Any]:
-    """A run whose model is asked between steps, by rank 0 alone, in inference mode."""
+    """Train a model that rank 0 alone evaluates between steps, in inference mode."""
     import stand_ins
     import torch
     from torch import Tensor, nn
@@ -306,7 +306,7 @@ def evaluated(folder: Path, rank: int, world: int) -> dict[str, Any]:
 
 
 def kept_private(folder: Path, rank: int, world: int, *, way: str, strategy: str) -> None:
-    """A fit that lays a number of its rows beside its weights in some ``way``, or nothing, and saves them."""
+    """Fit and keep a number of its rows next to its weights in some ``way``, or nothing, and save them."""
     import rank_runs
     import stand_ins
     import torch
@@ -340,7 +340,7 @@ def kept_private(folder: Path, rank: int, world: int, *, way: str, strategy: str
                 found._metadata[""]["of_rows"] = [self.last]
             return found
 
-    # Which look at some batches only.
+    # These check only some batches.
     HookWatch.compare = HookWatch.compare_last = lambda *_, **named: None  # type: ignore[method-assign]
     chosen: Any = strategy
     if strategy == "fsdp":
@@ -357,7 +357,7 @@ def kept_private(folder: Path, rank: int, world: int, *, way: str, strategy: str
 
 
 def quiet(folder: Path, rank: int, world: int, *, how: str, sharded: bool) -> dict[str, Any]:
-    """A fit in which the privacy mode of the last rank does something else with the noise than it says."""
+    """Fit while the privacy mode of the last rank treats the noise differently than it reports."""
     import rank_runs
 
     from lit_dpret.privacy.modes import DPSGD, Update
@@ -373,7 +373,7 @@ def quiet(folder: Path, rank: int, world: int, *, how: str, sharded: bool) -> di
 
     if how == "without" and rank == world - 1:
         DPSGD.privatize = without  # type: ignore[method-assign]
-    if how == "shared":  # each rank draws the noise of its part as if the part began the parameter
+    if how == "shared":  # each rank draws the noise of its part as if the part were at the start of the parameter
         KeyedStream.normal = lambda *a, **k: normal(*a, **k | {"start": 0})  # type: ignore[method-assign]
     mode = {"name": "dp_sgd", "clip_fraction_budget": 0.1}
     job = fit if sharded else rank_runs.fit
@@ -382,7 +382,7 @@ def quiet(folder: Path, rank: int, world: int, *, how: str, sharded: bool) -> di
 
 
 def _tensors_alive(expected: float) -> int:
-    """Count the tensors of this process, again for some seconds while a thread of the backend holds a message."""
+    """Count the tensors of this process; retry for some seconds while a thread of the backend holds a message."""
     import gc
     import time
 
@@ -401,10 +401,10 @@ def by_block(
     folder: Path, rank: int, world: int, *, clip_groups: str = "flat", checkpointing: bool = False, half: bool = False,
     breaks: str | None = None, engine_name: str = "ghost",
 ) -> dict[str, Any]:  # fmt: skip
-    """Sums of a tied T5 that are added up block by block, beside those of one process; bytes that were held at once.
+    """Compare sums of a tied T5 added up block by block with those of one process; report bytes held at once.
 
-    Ranks have different numbers of physical batches, and the last has none. The first unit dominates. ``breaks``: rank
-    0 forgets its step in the ``forward`` pass or the ``sum`` of its second batch, and begins again in smaller ones.
+    Ranks have different numbers of physical batches, and the last has none. The first unit dominates. With ``breaks``,
+    rank 0 loses its step in the ``forward`` pass or the ``sum`` of its second batch, and restarts in smaller ones.
     """
     import torch
     import torch.distributed as dist
@@ -451,7 +451,7 @@ def by_block(
     def engine_of(model: Model) -> Any:
         return make_engine(engine_name, model, max_grad_norm=0.1, clip_groups=clip_groups)
 
-    # Units of each rank, a physical batch at a time: the last rank has none, and the first one batch more.
+    # Units of each rank, by physical batch: the last rank has none, and the first one batch more.
     first = [[0, 1], [2, 3], [4]]
     plan = [first, [[5, 6], [7, 8], []], *[[[], [], []]] * (world - 2)] if world > 1 else [[*first, [5, 6], [7, 8]]]
     model = Model().train()
@@ -465,7 +465,7 @@ def by_block(
     norm = torch.cat([s.flatten() for s in dominating.take().values()]).norm()
 
     sharded = fsdp.ShardedParameters(model, mesh, compute_dtype=torch.bfloat16 if half else None)
-    if half:  # of the same rounded copies, gathered at once
+    if half:  # expected sums of the same rounded copies, gathered at once
         with sharded.whole():
             at_once = engine_of(model)
             for chosen in (batch for rows in plan for batch in rows if batch):
@@ -502,7 +502,7 @@ def by_block(
 
                 def add(part: int, sums: dict[str, Tensor]) -> None:
                     done[0] += 1
-                    if done[0] == 3:  # two blocks of this batch are added up already
+                    if done[0] == 3:  # two blocks of this batch have been added up already
                         store.add = real_add  # type: ignore[method-assign]
                         raise torch.OutOfMemoryError("CUDA out of memory.")
                     real_add(part, sums)

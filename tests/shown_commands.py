@@ -21,9 +21,9 @@ class Shown:
 
     Attributes:
         page: Its path from the root of the repository.
-        line: Where it begins.
-        words: As a shell would split it, without settings of the environment and without what launches ranks.
-        launcher: ``torchrun`` or ``srun`` where one starts it, else empty.
+        line: The line where it begins.
+        words: Its words, split as by a shell, without environment settings and without the launcher of ranks.
+        launcher: ``torchrun`` or ``srun`` if one starts it, else empty.
     """
 
     page: str
@@ -33,7 +33,7 @@ class Shown:
 
     @property
     def arguments(self) -> list[str] | None:
-        """What follows ``python train.py`` or ``lit-dpret``; None for another program."""
+        """The words after ``python train.py`` or ``lit-dpret``; None for another program."""
         return list(self.words[1:]) if self.words[0] == PROGRAM else None
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Shown:
 
 
 def commands(page: str) -> list[Shown]:
-    """The commands of a page in its order: indented lines, and fences of a shell."""
+    """Return the commands of a page in order, from indented lines and shell fences."""
     found = []
     for line, text in _shell_lines((ROOT / page).read_text(encoding="utf-8")):
         for words in _parts(text):
@@ -54,7 +54,7 @@ def commands(page: str) -> list[Shown]:
 
 
 def snippets(page: str) -> list[tuple[int, str]]:
-    """The fences of Python of a page, each with the line it begins in."""
+    """Return the Python fences of a page, each with its first line number."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return [
         (text[: found.start()].count("\n") + 1, found[1])
@@ -63,7 +63,7 @@ def snippets(page: str) -> list[tuple[int, str]]:
 
 
 def _parts(text: str) -> list[list[str]]:
-    """The commands of one line, as words; a comment is none."""
+    """Return the commands of one line, as words; ignore comments."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars="&;")
     lexer.whitespace_split = True
     parts: list[list[str]] = [[]]
@@ -76,7 +76,7 @@ def _parts(text: str) -> list[list[str]]:
 
 
 def _shell_lines(text: str) -> list[tuple[int, str]]:
-    """Lines that are typed into a shell, with their numbers; a line that ends in a backslash goes on in the next."""
+    """Return the lines typed into a shell, with their numbers; a line ending in a backslash continues in the next."""
     found: list[tuple[int, str]] = []
     fence: str | None = None
     continued = False

@@ -59,7 +59,7 @@ class _Items:
 
 
 class Numbers(L.LightningDataModule):
-    """What the accountant asks of a DataModule, over `Units`."""
+    """The DataModule interface that the accountant needs, over `Units`."""
 
     def __init__(self, size: int = 200, *, sampling: str = "truncated_poisson", expected_batch_size: int | None = 20,
                  sample_rate: float | None = None, physical_batch_size: int = 16, rows_per_unit: str = "one",
@@ -90,7 +90,7 @@ class Numbers(L.LightningDataModule):
 
 
 class Regression(PrivateModule):
-    """Fit row numbers by a small network with dropout; deterministic given the run's streams."""
+    """Fit row numbers with a small network with dropout; deterministic given the run's streams."""
 
     def __init__(
         self, *, privacy: PrivacyMode, lr: float = 0.05, dropout: float = 0.1, optimizer: OptimizerSpec | None = None
@@ -121,18 +121,18 @@ class Words(PrivateModule):
         return (self.second(self.first(self.lookup(rows["token"])).tanh()) - rows["target"]).square().sum(1)
 
     def check(self, **settings: Any) -> None:
-        """Put it to the test on six rows, with just enough releases to refute the claim."""
+        """Test it on six rows, with just enough releases to refute the claim."""
         targets = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
         rows = {"token": torch.arange(6) % 5, "target": targets}
         assert_private(self, rows, 1.0, 1e-5, **{"trials": 60} | settings)
 
 
-# Six steps of `Numbers` cost epsilon 2.92 with it and seven 3.10; calibrating takes longer than the runs themselves.
+# With it, six steps of `Numbers` cost epsilon 2.92 and seven 3.10; calibrating takes longer than the runs themselves.
 CALIBRATED = 0.645
 
 
 def dp(tmp_path: Path, **settings: Any) -> DPSGD:
-    """DP-SGD whose six steps over `Numbers` just fit the budget, and seven do not."""
+    """Return DP-SGD whose six steps over `Numbers` just fit the budget, and seven do not."""
     chosen = {"eps": 3.0, "max_grad_norm": 1.0, "noise_multiplier": CALIBRATED, "secret_file": tmp_path / "secret"}
     return DPSGD(**chosen | settings)
 
@@ -140,7 +140,7 @@ def dp(tmp_path: Path, **settings: Any) -> DPSGD:
 def fit(folder: Path, module: Any, data: Any | None = None, *, steps: int = 6, resume: bool = False,
         accountant: PrivacyAccountant | None = None, extra: list[Any] | None = None, save_every: int = 2,
         **trainer: Any) -> L.Trainer:  # fmt: skip
-    """One run in ``folder`` as `train.py` would do it."""
+    """Do one run in ``folder`` as `train.py` would."""
     accountant = accountant or PrivacyAccountant(run_dir=folder, resume=resume, eps_log_points=1)
     checkpoint = ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=save_every, save_last=True)
     settings: dict[str, Any] = {
@@ -156,7 +156,7 @@ def fit(folder: Path, module: Any, data: Any | None = None, *, steps: int = 6, r
 
 
 class Texts(Regression):
-    """Trains on the lengths of texts."""
+    """A module that trains on the lengths of texts."""
 
     def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
         lengths = torch.tensor([[float(len(row.query)), float(len(row.passage))] for row in rows]).reshape(-1, 2)
@@ -164,7 +164,7 @@ class Texts(Regression):
 
 
 class Killed(BaseException):
-    """Stands for kill -9: nothing gets to tidy up."""
+    """Simulates kill -9: no code can clean up."""
 
 
 class KillAt(Callback):
@@ -177,11 +177,11 @@ class KillAt(Callback):
 
 
 class Stopped(ResumeError, RuntimeError):
-    """Of a class that no private row can cause."""
+    """An error of a class that no private row can cause."""
 
 
 class StopAfter(Callback):
-    """Ends the run by such an error after so many logical steps."""
+    """A callback that ends the run with `Stopped` after some number of logical steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -192,16 +192,16 @@ class StopAfter(Callback):
 
 
 def records(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The records of a run's ledger, of one kind or of all."""
+    """Return the records of a run's ledger, of one kind or all."""
     found = PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
     return [record for record in found if kind in (None, record["kind"])]
 
 
 def granted(folder: Path) -> list[tuple[int, int]]:
-    """Attempt and number of each step that a run announced."""
+    """Return the attempt and number of each step that a run announced."""
     return [(record["attempt"], record["step"]) for record in records(folder, "intent")]
 
 
 def weights(module: torch.nn.Module) -> Tensor:
-    """All parameters of a module in one row."""
+    """Return all parameters of a module in one row."""
     return torch.cat([p.detach().flatten() for p in module.parameters()])

@@ -1,4 +1,4 @@
-"""Runs that train weights, and runs that begin with them."""
+"""Runs that train weights, and runs that start from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lit_dpret.privacy.modes import NoPrivacy
 
 
 class Kept(Regression):
-    """A regression that its own checkpoints can build, with a name that a checkpoint may hold."""
+    """A regression that can be rebuilt from its own checkpoints, with a setting that a checkpoint may hold."""
 
     def __init__(self, *, privacy: Any, optimizer: Any = None, lr: float = 0.05) -> None:
         super().__init__(privacy=privacy, optimizer=optimizer, lr=lr)
@@ -30,7 +30,7 @@ def private(folder: Path, **settings: Any) -> Kept:
 
 
 def trained_by(mode: str, folder: Path, **settings: Any) -> Kept:
-    """A module that was trained in ``folder`` under ``mode``, its checkpoints and card there."""
+    """Return a module that was trained in ``folder`` under ``mode``, with its checkpoints and card there."""
     module = Kept(privacy=NoPrivacy()) if mode == "none" else private(folder.parent)
     fit(folder, module, numbers(), steps=4, extra=[PrivacyCard(run_dir=folder)], **settings)
     return module
@@ -45,7 +45,7 @@ def begin(tmp_path: Path, module: Any, **settings: Any) -> None:
 
 
 def refused(tmp_path: Path, module: Any, **settings: Any) -> LitDpretError:
-    """What a private fit of ``module`` raises."""
+    """Return the error that a private fit of ``module`` raises."""
     with pytest.raises(LitDpretError) as raised:
         begin(tmp_path, module, **settings)
     assert raised.value.trap == "T30", raised.value

@@ -1,4 +1,4 @@
-"""A real SuperLink on the loopback address, with its certificates, keys and silos; all of it ended on the way out.
+"""A real SuperLink on the loopback address, with its certificates, keys and silos; all processes end on exit.
 
 Imported by path through ``conftest.py``; not a test.
 """
@@ -42,7 +42,7 @@ def write_private(path: Path, content: bytes) -> Path:
 
 
 def make_authority(folder: Path, *, days: int = 1) -> dict[str, Path]:
-    """A certificate authority of our own, and the server's certificate for 127.0.0.1 signed by it."""
+    """Make a new certificate authority, and the server's certificate for 127.0.0.1 signed by it."""
     now = datetime.now(UTC)
 
     def signed(subject: str, issuer: str, key: Any, signer: Any, *, authority: bool) -> x509.Certificate:
@@ -75,7 +75,7 @@ def make_authority(folder: Path, *, days: int = 1) -> dict[str, Path]:
 
 
 def make_node_key(folder: Path, name: str) -> Path:
-    """As ``ssh-keygen -t ecdsa -b 384`` makes one: FILE, and FILE.pub."""
+    """Write a key as ``ssh-keygen -t ecdsa -b 384`` does: FILE, and FILE.pub."""
     key = ec.generate_private_key(ec.SECP384R1())
     form = serialization.PrivateFormat.OpenSSH
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,9 +86,9 @@ def make_node_key(folder: Path, name: str) -> Path:
 
 
 class SuperLink:
-    """A SuperLink with TLS and node keys, and whatever was started beside it.
+    """A SuperLink with TLS and node keys, and the processes started with it.
 
-    Every process has a session of its own and is ended with all that it started, also where the test failed.
+    Every process has a separate session and is ended with all that it started, even if the test failed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -142,7 +142,7 @@ class SuperLink:
             )  # fmt: skip
 
     def end(self, name: str, how: signal.Signals = signal.SIGTERM, *, seconds: float = 30) -> int:
-        """End a process, and by force whatever it leaves; its exit status."""
+        """End a process, and by force those it leaves; return its exit status."""
         process = self.processes.pop(name)
         if process.poll() is None:
             process.send_signal(how)
@@ -163,7 +163,7 @@ class SuperLink:
         return [pid for process in self.processes.values() for pid in members(process.pid)]
 
     def kill(self, name: str) -> None:
-        """As a power cut would: all processes of a name at once, without a word."""
+        """Kill all processes of a name at once and without notice, like a power cut."""
         process = self.processes.pop(name)
         for pid in members(process.pid):
             os.kill(pid, signal.SIGKILL)
@@ -184,7 +184,7 @@ class SuperLink:
     def log(self, name: str) -> str:
         return (self.root / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
-    # -- what an operator does -----------------------------------------------------------------
+    # -- the operator's actions ----------------------------------------------------------------
 
     def flwr(self, *arguments: Any, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).parent / "flwr"), *map(str, arguments)]
@@ -193,7 +193,7 @@ class SuperLink:
         )
 
     def register(self, name: str) -> Path:
-        """A key for a silo, known to the SuperLink."""
+        """Make a key for a silo and register it with the SuperLink."""
         key = make_node_key(self.root / "keys", name)
         done = self.flwr("supernode", "register", f"{key}.pub", "loop")
         assert done.returncode == 0, done.stdout + done.stderr
@@ -213,7 +213,7 @@ class SuperLink:
 
 
 def members(session: int) -> list[int]:
-    """The processes of a session that are not ended."""
+    """Return the processes of a session that have not ended."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

@@ -1,4 +1,4 @@
-"""A T5 of a hundred words, built in a blink; used by the tests of the generator and of generation.
+"""A T5 of a hundred words, built quickly; used by the tests of the generator and of generation.
 
 Imported by path through ``conftest.py``; not a test.
 """
@@ -41,7 +41,7 @@ class Pair:
 
 
 def tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
-    """Whole words, lower-cased; every text ends in ``</s>``."""
+    """Return a tokenizer of whole words, lower-cased; every text ends in ``</s>``."""
     known = ["<pad>", "</s>", "<unk>", "generate_query:", *words]
     fast = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unk>"))
     fast.normalizer = normalizers.Lowercase()
@@ -53,7 +53,7 @@ def tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
 def generator(
     *, privacy: PrivacyMode | None = None, seed: int = 0, lr: float = 1e-2, optimizer: str = "adam", **settings: Any
 ) -> QueryGenerator:
-    """A new, random generator."""
+    """Return a new, random generator."""
     torch.manual_seed(seed)
     defaults: dict[str, Any] = {
         "pretrained": None, "config": SHAPE, "tokenizer": tokenizer(), "max_passage_length": 12,
@@ -65,7 +65,7 @@ def generator(
 
 
 def prompted(*, away: float = 0.5, untied: bool = False, **settings: Any) -> QueryGenerator:
-    """A generator whose tuned prompt is ``away`` from its start; ``untied`` as T5 v1.1, with an own output layer."""
+    """Return a generator whose tuned prompt is ``away`` from its start; ``untied`` like T5 v1.1, with its own head."""
     module = generator(**{"prompt_tuning": {"num_virtual_tokens": 3}} | settings)
     if untied:
         head = torch.randn(module.model.shared.weight.shape, generator=torch.Generator().manual_seed(4))
@@ -84,7 +84,7 @@ def prompt_of(module: QueryGenerator) -> torch.Tensor:
 
 
 def lively_generator(seed: int = 1) -> QueryGenerator:
-    """A random generator whose next word is neither certain nor uniform, and that now and then ends."""
+    """Return a random generator whose next word is neither certain nor uniform, and that sometimes ends."""
     module = generator(seed=seed, config={**SHAPE, "tie_word_embeddings": False})
     coins = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -96,12 +96,12 @@ def lively_generator(seed: int = 1) -> QueryGenerator:
 
 
 def passage(number: int, words: int = 3) -> str:
-    """A passage of invented words, another for each number."""
+    """Return a passage of invented words, different for each number."""
     return " ".join(WORDS[(number * 7 + 13 * i + i * i) % len(WORDS)] for i in range(words))
 
 
 def copy_pairs(count: int) -> list[Pair]:
-    """Pairs whose query is the first two words of the passage."""
+    """Return pairs whose query is the first two words of the passage."""
     texts = [passage(number) for number in range(count)]
     return [
         Pair(f"q{i}", " ".join(text.split()[:2]), f"p{i}", text, frozenset({f"p{i}"})) for i, text in enumerate(texts)
@@ -109,7 +109,7 @@ def copy_pairs(count: int) -> list[Pair]:
 
 
 def write_parent_card(folder: Path, *, neighbours: Neighbours = "zero_out") -> None:
-    """A ledger of one private step, and the card of the generator in ``folder`` that follows from it."""
+    """Write a ledger of one private step, and the card of the generator in ``folder`` that follows from it."""
     law = Poisson(sample_rate=0.01)
     plan = PrivacyPlan(
         budget=PrivacyBudget(eps=3.0, delta=1e-5, neighbours=neighbours), law=law, steps=1,
@@ -131,7 +131,7 @@ SETTINGS: dict[str, Any] = {"passages_are_public": True, "queries_per_passage": 
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file but the privacy card, which states when it was made."""
+    """Return every file except the privacy card, which contains its date."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("privacy_card")]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
@@ -156,7 +156,7 @@ class _Items:
 
 
 class CopyTask(L.LightningDataModule):
-    """What the accountant asks of a DataModule, over the copy task."""
+    """The DataModule interface that the accountant needs, over the copy task."""
 
     sample_rate, cap, rows_per_unit = None, None, "one"
 
@@ -195,7 +195,7 @@ _LLAMA = {
     "num_key_value_heads": 2, "max_position_embeddings": 40,
 }  # fmt: skip
 _GEMMA = {**_LLAMA, "head_dim": 4}
-#: Configs of small decoder-only models, by the name of their type.
+#: Configs of small decoder-only models, by model type.
 DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40},
     "llama": _LLAMA,
@@ -217,7 +217,7 @@ DECODERS: dict[str, dict[str, Any]] = {
 
 
 def decoder_only(kind: str = "llama", *, tied: bool = True, away: float = 0.1, **settings: Any) -> QueryGenerator:
-    """A decoder-only generator whose weights are ``away`` from those it was initialised with: no score is certain."""
+    """Return a decoder-only generator whose weights are ``away`` from their initial values: no score is certain."""
     config = {"model_type": kind, **DECODERS[kind], "tie_word_embeddings": tied}
     defaults: dict[str, Any] = {"config": config, "prompt": "Passage: {passage} Ask: ", "max_passage_length": 14}
     module = generator(**defaults | settings)

@@ -13,13 +13,13 @@ TRAIN, TEST = 12, 6
 
 
 def pixels(count: int, *, channels: int = 3, size: int = 32, seed: int = 0) -> np.ndarray:
-    """Random bytes of shape (count, channels, size, size)."""
+    """Return random bytes of shape (count, channels, size, size)."""
     drawn = np.random.default_rng(seed).integers(0, 256, (count, channels, size, size))
     return drawn.astype(np.uint8)
 
 
 def png(image: np.ndarray) -> bytes:
-    """An image of shape (channels, height, width) as a PNG, which loses nothing."""
+    """Return an image of shape (channels, height, width) as a PNG, which is lossless."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -28,7 +28,7 @@ def png(image: np.ndarray) -> bytes:
 
 
 def cifar10_pickles(root: Path, *, images: int = 2) -> Path:
-    """``cifar-10-batches-py`` with keys in bytes, as Python 2 left them; ``images`` in each of its six files."""
+    """Write ``cifar-10-batches-py`` with bytes as keys, as Python 2 did; ``images`` in each of its six files."""
     folder = root / "cifar-10-batches-py"
     folder.mkdir(parents=True)
     for name, seed in [(f"data_batch_{part}", part) for part in range(1, 6)] + [("test_batch", 6)]:
@@ -39,7 +39,7 @@ def cifar10_pickles(root: Path, *, images: int = 2) -> Path:
 
 
 def cifar100_pickles(root: Path) -> Path:
-    """``cifar-100-python`` with its names; twenty groups of five labels in a row."""
+    """Write ``cifar-100-python`` with its names; twenty groups of five consecutive labels."""
     folder = root / "cifar-100-python"
     folder.mkdir(parents=True)
     for name, count in (("train", TRAIN), ("test", TEST)):
@@ -54,7 +54,7 @@ def cifar100_pickles(root: Path) -> Path:
 
 
 def parquet(root: Path, *, order: list[int] | None = None, as_struct: bool = False) -> Path:
-    """``train.parquet`` and ``test.parquet``: PNG bytes, labels and names, in any order of rows."""
+    """Write ``train.parquet`` and ``test.parquet``: PNG bytes, labels and names, in any order of rows."""
     import pyarrow
     from pyarrow import parquet
 
@@ -69,7 +69,7 @@ def parquet(root: Path, *, order: list[int] | None = None, as_struct: bool = Fal
 
 
 def idx(root: Path) -> Path:
-    """The four files of Fashion-MNIST, gzipped."""
+    """Write the four files of Fashion-MNIST, gzipped."""
     root.mkdir(parents=True, exist_ok=True)
     for stem, count in (("train", TRAIN), ("t10k", TEST)):
         images = pixels(count, channels=1, size=28)[:, 0]
@@ -80,7 +80,7 @@ def idx(root: Path) -> Path:
 
 
 def class_folders(root: Path, *, sizes: tuple[int, ...] = (8,)) -> Path:
-    """``train/CLASS/IMAGE`` and ``test/CLASS/IMAGE`` of the classes cat and dog."""
+    """Write ``train/CLASS/IMAGE`` and ``test/CLASS/IMAGE`` for the classes cat and dog."""
     for split, count in (("train", TRAIN), ("test", TEST)):
         for i in range(count):
             path = root / split / ("cat", "dog")[i % 2] / f"{i:02}.png"

@@ -1,4 +1,4 @@
-"""Random transformers of a few thousand weights, with real tokenizers, made on the spot.
+"""Random transformers of a few thousand weights, with real tokenizers, built on the fly.
 
 Imported by path through ``conftest.py``; not a test.
 """
@@ -28,7 +28,7 @@ TEXTS = [
 
 
 def tiny_tokenizer(special: bool = True, eos_only: bool = False, **settings: Any) -> PreTrainedTokenizerFast:
-    """Splits at white space; [CLS] and [SEP] around a text, or one </s> behind it, or nothing."""
+    """Return a tokenizer that splits at white space; adds [CLS] and [SEP], or one </s> at the end, or nothing."""
     vocabulary = {name: i for i, name in enumerate(["<pad>", "[UNK]", "[CLS]", "[SEP]", "</s>", *WORDS])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -42,7 +42,7 @@ def tiny_tokenizer(special: bool = True, eos_only: bool = False, **settings: Any
 
 
 def words_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """At most sixty words of your own, [CLS] and [SEP] around a text."""
+    """Return a tokenizer of at most sixty given words, with [CLS] and [SEP] around a text."""
     names = ["<pad>", "[UNK]", "[CLS]", "[SEP]", *words]
     backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

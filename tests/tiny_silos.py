@@ -31,7 +31,7 @@ SMALL = PddAs2(
     stage1=Stage1(warmup_rounds=1, rounds=1, batch_size=6, bm25_n=2, static_n=2, top_k=8, lr=3e-3),
     stage2=Stage2(epochs=1, batch_size=6, n=3, top_k=6, lr=3e-3),
 )
-#: The same run under a budget: everything that `PddAs2.check` refuses is set to what it asks for.
+#: The same run under a budget, with everything that `PddAs2.check` refuses set as it requires.
 PRIVATE = replace(
     SMALL,
     stage1=replace(SMALL.stage1, in_batch=False, other_positives=0, weighting="uniform"),
@@ -59,7 +59,7 @@ def encoder(size: Planted = SIZE, *, dim: int = 16, seed: int = 0, spread: float
 
 
 def maker(size: Planted = SIZE, **shape: Any) -> Callable[..., AS2DualEncoder]:
-    """Builds the model of a round; every time the same one."""
+    """Return a function that builds the model of a round, the same one every time."""
 
     def make(*, privacy: Any, optimizer_lr: float, **settings: Any) -> AS2DualEncoder:
         spec = OptimizerSpec(name="adamw", lr=optimizer_lr)
@@ -71,7 +71,7 @@ def maker(size: Planted = SIZE, **shape: Any) -> Callable[..., AS2DualEncoder]:
 def federation(
     tmp_path: Path, settings: PddAs2 = SMALL, *, size: Planted = SIZE, state: str = "state", **shape: Any
 ) -> InProcessFederation:
-    """All clients over planted silos under ``tmp_path``; the same silos each time."""
+    """Return all clients over planted silos under ``tmp_path``; the same silos each time."""
     if not (tmp_path / "silos").exists():
         write_silos(tmp_path / "silos", planted_silos(size), facts={})
     make = maker(size, **shape)
@@ -84,12 +84,12 @@ def federation(
 
 
 def ran(settings: PddAs2, silos: Mapping[str, Path], make: Any, folder: Path, **more: Any) -> FedResult:
-    """The result of one run over these silos."""
+    """Return the result of one run over these silos."""
     return run_federation(FederationRun(settings=settings, silos=silos, make_module=make, folder=folder, **more))
 
 
 def declare_public(tmp_path: Path, count: int = 12) -> None:
-    """Say of some sentences of every silo that they are public."""
+    """Declare some sentences of every silo public."""
     for folder in silo_folders(tmp_path / "silos").values():
         lines = (folder / "sentences.jsonl").read_text(encoding="utf-8").splitlines()[:count]
         ids = [line.split('"')[3] for line in lines]

@@ -1,4 +1,4 @@
-"""A private log, a retriever and the parts of a task, each as small as can be. Imported by path; not a test."""
+"""A private log, a retriever and the parts of a task, each as small as possible. Imported by path; not a test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUERIES, PASSAGES = 64, 24
 
 
 def write_log(folder: Path, words: Sequence[str] = WORDS) -> Path:
-    """A BEIR folder whose queries are words of their passages; the last eight are for testing."""
+    """Write a BEIR folder whose queries are words of their passages; the last eight are for testing."""
 
     def some(start: int, count: int) -> str:
         return " ".join(words[(start + step) % len(words)] for step in range(0, 3 * count, 3))
@@ -42,7 +42,7 @@ def write_beir(
     folder: Path, passages: Mapping[str, str], queries: Mapping[str, str],
     judged: Mapping[str, Sequence[tuple[str, str]]],
 ) -> Path:  # fmt: skip
-    """A folder in BEIR's layout; ``judged`` has by split the pairs of a query and its passage."""
+    """Write a folder in BEIR's layout; ``judged`` has, by split, pairs of a query and its passage."""
     (folder / "qrels").mkdir(parents=True)
     for name, texts in (("corpus", passages), ("queries", queries)):
         lines = [json.dumps({"_id": key, "title": "", "text": text}) for key, text in texts.items()]
@@ -54,7 +54,7 @@ def write_beir(
 
 
 def with_users(log: Path, per_user: int) -> None:
-    """Give the queries of a log to users, so many to each in the order of the file."""
+    """Assign the queries of a log to users, ``per_user`` each, in the order of the file."""
     rows = [json.loads(line) for line in (log / "queries.jsonl").read_text().splitlines()]
     named = [json.dumps({**row, "user_id": f"u{number // per_user}"}) for number, row in enumerate(rows)]
     (log / "queries.jsonl").write_text("\n".join(named) + "\n")
@@ -68,7 +68,7 @@ def with_query(log: Path, text: str) -> None:
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """As on a full disk: no file may grow beyond ``size`` bytes."""
+    """Simulate a full disk: no file may grow beyond ``size`` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -78,7 +78,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 
 def open_to_others(folder: Path) -> set[str]:
-    """What others than their owner could read, if they could reach ``folder``: paths relative to it."""
+    """Return the files that users other than the owner could read if they reached ``folder``, as relative paths."""
     found: set[str] = set()
     for path in folder.iterdir():
         if path.is_dir() and path.stat().st_mode & 0o011:
@@ -89,7 +89,7 @@ def open_to_others(folder: Path) -> set[str]:
 
 
 def write_synthetic(folder: Path, log: PairsDataModule) -> Path:
-    """Queries made for the passages of ``log``, with the card of a private run, as a generator would leave them."""
+    """Write queries for the passages of ``log``, with the card of a private run, as a generator would."""
     log.setup("fit")
     write_pseudo_queries(log.public_passages(), folder)
     files = [path for path in folder.rglob("*") if path.is_file()]
@@ -109,7 +109,7 @@ def trainer(**settings: Any) -> L.Trainer:
 
 
 def no_parts(run_dir: Path, **given: Any) -> Parts:
-    """The parts of a task that may build nothing but what is given."""
+    """Return task parts that may build only what is given."""
 
     def none(*_: Any, **__: Any) -> Any:
         raise AssertionError("not needed for this task")

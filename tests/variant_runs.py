@@ -8,7 +8,7 @@ from reproduction.report.variant_runs import VariantRun
 
 
 def run(variant: str = "Logit-DP", seed: int = 0, *, losses: list[float] | None = None, **fields: Any) -> VariantRun:
-    """One run with batches of 100, one second a step, two classes and one metric."""
+    """Return a run with batches of 100, one second per step, two classes and one metric."""
     shown = [4.0, 3.0, 2.0] if losses is None else losses
     made: dict[str, Any] = {
         "steps": list(range(1, len(shown) + 1)),

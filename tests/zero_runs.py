@@ -11,14 +11,14 @@ import rank_runs
 
 
 class ZeroServer(rank_runs.Server):
-    """Jobs in order, on processes that know DeepSpeed."""
+    """Jobs in order, on processes with DeepSpeed."""
 
     def __init__(self) -> None:
         super().__init__(__file__, DS_ACCELERATOR="cpu")
 
 
 def prepare() -> None:
-    """Import once what every rank needs, and keep DeepSpeed from talking and from compiling kernels."""
+    """Import once what every rank needs, and stop DeepSpeed from logging and compiling kernels."""
     import logging
 
     import deepspeed
@@ -32,7 +32,7 @@ def prepare() -> None:
 
 def zero_fit(folder: Path, rank: int, world: int, *, zero: dict[str, Any] | None = None, precision: str = "32-true",
              **given: Any) -> dict[str, Any]:  # fmt: skip
-    """`rank_runs.fit`, under ZeRO where ``zero`` says how; the master weights of the end come back, in float32."""
+    """Run `rank_runs.fit`, under ZeRO with the settings ``zero``; return the final master weights, in float32."""
     import pair_stand_ins
     import stand_ins
 
@@ -41,7 +41,7 @@ def zero_fit(folder: Path, rank: int, world: int, *, zero: dict[str, Any] | None
     masters: dict[str, Any] = {}
     plain, numbers = stand_ins.fit, pair_stand_ins._numbers
 
-    class Pairs(pair_stand_ins.Pairs):  # DeepSpeed knows no float64
+    class Pairs(pair_stand_ins.Pairs):  # DeepSpeed does not support float64
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
             self.float()
@@ -70,7 +70,7 @@ def zero_fit(folder: Path, rank: int, world: int, *, zero: dict[str, Any] | None
 
 
 def keeper(masters: dict[str, Any]) -> Any:
-    """A callback that writes down the master weights after the last step."""
+    """Return a callback that saves the master weights after the last step."""
     import torch
     from lightning.pytorch.callbacks import Callback
 
@@ -93,7 +93,7 @@ def keeper(masters: dict[str, Any]) -> Any:
 
 
 def master_of(parameter: Any) -> Any:
-    """The whole master weight of a parameter, as DeepSpeed tells it."""
+    """Return the whole master weight of a parameter, as DeepSpeed reports it."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     zero = hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
@@ -101,7 +101,7 @@ def master_of(parameter: Any) -> Any:
 
 
 def handed(folder: Path, rank: int, world: int, *, zero: dict[str, Any], bf16: bool, steps: int = 3) -> dict[str, Any]:
-    """DeepSpeed's engine alone: how far its weights are from Adam's under gradients that bfloat16 would round."""
+    """Return how far the weights of DeepSpeed's engine are from Adam's, under gradients that bfloat16 would round."""
     import copy
 
     import deepspeed
@@ -115,7 +115,7 @@ def handed(folder: Path, rank: int, world: int, *, zero: dict[str, Any], bf16: b
     ranks = Ranks.here()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1, bias=False))
-    if bf16:  # DeepSpeed makes the master weights from what it computes with
+    if bf16:  # DeepSpeed derives the master weights from the compute weights
         net.load_state_dict({name: value.bfloat16().float() for name, value in net.state_dict().items()})
     alone = copy.deepcopy(net)
     config = {
@@ -130,7 +130,7 @@ def handed(folder: Path, rank: int, world: int, *, zero: dict[str, Any], bf16: b
     own = torch.optim.Adam(alone.parameters(), lr=0.1)
     coins = torch.Generator().manual_seed(1)
     for _ in range(steps):
-        # Each rank adds 1/world of it: what comes out of add_up is the gradient.
+        # Each rank adds 1/world of the gradient, so add_up returns the gradient.
         whole = {name: torch.randn(p.shape, generator=coins) for name, p in alone.named_parameters()}
         handover.give(handover.add_up({name: value / world for name, value in whole.items()}), engine.optimizer)
         engine.step()
