@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Make an environment with torch_xla, and run the XLA tests in it, on the CPU as an XLA device.
+# Create an environment with torch_xla and run the XLA tests in it, with the CPU as the XLA device.
 #
 #   scripts/xla_env.sh [FOLDER]     (default: .xla-venv)
 #
-# torch_xla 2.9 goes with torch 2.9 alone, and torch 2.9 from PyPI loads its CUDA libraries also where there is no
-# GPU: the environment takes about 7.5 GB. Python 3.11 to 3.13; set PYTHON to choose one.
+# torch_xla 2.9 needs torch 2.9, and torch 2.9 from PyPI loads its CUDA libraries even without a GPU, so the
+# environment takes about 7.5 GB. It needs Python 3.11 to 3.13; set PYTHON to choose one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder="${1:-.xla-venv}"

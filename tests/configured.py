@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_module
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-import lit_dpret.cli  # noqa: F401  # it tells Hydra where the choices of the studies are
+import lit_dpret.cli  # noqa: F401  # it adds the configurations of the studies to Hydra
 
 WORDS_OF_HYDRA = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 

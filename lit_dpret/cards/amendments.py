@@ -30,7 +30,7 @@ _ATTACKED = "After the card was made, attacks were run; the privacy card says wh
 class AttackResult:
     """One result of an attack, an entry of ``empirical.results``."""
 
-    attack: str  # what was tried, in a phrase
+    attack: str  # the attack, in a phrase
     n: int  # the number of canaries, guesses or trainings that were attacked
     metric: str  # the name of the quantity in ``estimate``
     estimate: float | None = None  # the measured value; None where there is only a bound

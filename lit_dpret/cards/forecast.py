@@ -170,7 +170,7 @@ def _level(plan: PrivacyPlan, law: SamplingLaw, units: int) -> dict[str, Any]:
 
 
 def _roomy(plan: PrivacyPlan) -> TruncatedPoisson | None:
-    """Return the planned law with a cap that costs the largest group a thousandth of delta; None if it has one."""
+    """Return the planned law with a cap that costs the largest group a thousandth of delta; None if not needed."""
     law = simplest_law(plan.law)
     if not isinstance(law, TruncatedPoisson) or plan.budget.neighbours != "zero_out":
         return None
@@ -203,7 +203,7 @@ def epsilon_over_steps(plan: PrivacyPlan) -> list[dict[str, Any]]:
 
 
 def _lines(plan: PrivacyPlan) -> Iterator[tuple[SamplingLaw, Neighbours]]:
-    """Yield Poisson sampling and shuffled passes under the planned relation, and both under ``replace_one``."""
+    """Yield the laws worth plotting under the planned relation and ``replace_one``, where these are supported."""
     laws = {law.kind: law for law in _laws(plan)}
     relations: Sequence[Neighbours] = tuple(dict.fromkeys((plan.budget.neighbours, "replace_one")))
     for kind in ("poisson", "shuffle", "full_batch"):

@@ -155,7 +155,7 @@ def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
 
 
 def _lasting(facts: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the facts of a start that never change; if there are ledgers behind it, they identify it."""
+    """Return the facts of a start that never change; the ledgers of its runs, if any, identify it."""
     if facts is None or not facts["runs"]:
         return facts
     of_card = ("name", "head", "card_sha256", "parents", "assumptions", "not_covered")

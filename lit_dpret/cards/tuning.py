@@ -222,7 +222,7 @@ def refuse_trials_of_no_choice(tuning: Mapping[str, Any], *, knob: str = "tuning
 
 
 def refuse_told_as_none(data: str | None, chooser: str, among: str, *, knob: str, way: str = "") -> None:
-    """Refuse ``none`` and ``public`` on the cards of several runs between which the user can choose by ``chooser``."""
+    """Refuse ``none`` and ``public`` on the cards of runs if the setting ``chooser`` allows a choice among them."""
     if data in ("none", "public"):
         raise ConfigurationError(
             f"{knob}data={data} with {chooser}: selecting one of these runs is a choice among {among}, "

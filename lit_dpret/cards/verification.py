@@ -1,8 +1,9 @@
 """Verify a privacy card from its files, without the private data.
 
-The check follows the chain from an artefact's card back to the run on private data. Each card must be the one that the
-next names by SHA-256, must claim no less than that one, and must be next to the files that it describes. The epsilon of
-the first must follow from its ledger. Hashes cannot reveal a chain that was rewritten whole; a signature can.
+The check follows the chain from an artefact's card back to the run on private data. Each parent must be the card that
+its child names by SHA-256, and no child may claim more than its parent. Each card must be next to the files that it
+describes, and the epsilon of the run must follow from its ledger. Hashes cannot reveal a chain that was rewritten
+whole; a signature can.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def resolve_folder(encoder: str | Path, revision: str | None = None) -> Path:
 def hub_answers() -> bool:
     """Return whether the hub is reachable, within seconds; the hub's own clients try for a minute.
 
-    With a proxy, which alone could tell, the hub is assumed to be reachable.
+    Behind a proxy it is assumed to be reachable, because only the proxy could tell.
     """
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 

@@ -108,7 +108,7 @@ def silenced(queries: Tensor) -> Tensor:
     """Return embeddings of private queries, with unusable ones set to zero.
 
     Such a query gets the first passages of the list, its loss is not finite, and it counts for nothing. An error would
-    reveal the query to whoever chose the weights.
+    reveal the query to the person who chose the weights.
     """
     return torch.where(unbroken(queries)[:, None], queries, torch.zeros_like(queries))
 
