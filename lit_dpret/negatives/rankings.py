@@ -107,8 +107,8 @@ def dense_ranker(texts: TrainTexts, towers: Towers, *, depth: int, store: MinedS
 def silenced(queries: Tensor) -> Tensor:
     """Return embeddings of private queries, with unusable ones set to zero.
 
-    Such a query gets the first passages of the list, its loss is not finite, and it counts for nothing. An error would
-    reveal the query to the person who chose the weights.
+    Such a query gets the first passages of the list, its loss is not finite, and it counts for nothing. An error
+    would reveal that the query is there.
     """
     return torch.where(unbroken(queries)[:, None], queries, torch.zeros_like(queries))
 

@@ -52,8 +52,6 @@ class RowNegatives:
     """
 
     #: Trial deep copies of a module share this object instead of copying it.
-
-    #: Deep copies that are made of a module to try something on it share this.
     holds_texts = True
 
     def __init__(self, sources: Sources, privacy: PrivacyMode) -> None:
