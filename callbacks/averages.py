@@ -112,7 +112,7 @@ def refuse_averages(trainer: L.Trainer, module: Any, callbacks: list[Any]) -> No
             if any(isinstance(part, _BatchNorm) for part in module.modules()):
                 raise ConfigurationError(
                     "callbacks: StochasticWeightAveraging passes over the private rows again to update BatchNorm's "
-                    "statistics. Replace BatchNorm by GroupNorm, or take callbacks=with_averaging.",
+                    "statistics. Replace BatchNorm by GroupNorm, or take Lightning's EMAWeightAveraging.",
                     trap="T11",
                 )
         elif (first or 0) >= trainer.max_steps > 0:
