@@ -138,11 +138,16 @@ def as_loaded(module: nn.Module) -> None:
     pass
 
 
+def with_a_new_head(module: nn.Module) -> None:
+    module.net[0].requires_grad_(False)
+    module.net[3].reset_parameters()
+
+
 def wider(module: nn.Module) -> None:
     module.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-@pytest.mark.parametrize("changed", [as_loaded, nn.Module.bfloat16, wider])
+@pytest.mark.parametrize("changed", [as_loaded, nn.Module.bfloat16, nn.Module.half, with_a_new_head, wider])
 def test_weights_that_no_file_of_the_named_run_holds_are_assumed_to_be_of_it_and_so_it_says(
     changed: Callable[[nn.Module], Any], tmp_path: Path, another_process: Callable[[], None]
 ) -> None:
