@@ -37,7 +37,7 @@ def taken_from(run: Path) -> dict[str, Any]:
         "claim": {name: card["claim"][name] for name in ("epsilon", "delta", "unit", "neighbours", "protected")},
         "not_covered": len(card["not_covered"]),
         "training": [
-            generator["claim"]["statement"].partition(" Batches were drawn so:")[0],
+            generator["claim"]["statement"].partition(" Batches were drawn ")[0],
             f"The generator then wrote {counts['queries']} queries for {counts['passages']} public passages.",
         ],
         "created": card["created"],
