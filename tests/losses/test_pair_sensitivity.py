@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,23 @@ def test_the_papers_constant_is_theirs_smaller_and_says_that_it_is_no_guarantee(
     assert missing == pytest.approx(2 * (largest - least)) and missing > 0
     assert not paper.guaranteed and paper.claim == "refuted"
     assert ours.guaranteed and ours.claim == "proved"
+
+
+@pytest.mark.parametrize(
+    ("module", "says_so", "claim"),
+    [
+        ("lit_dpret.losses.pairs.softmax", True, "proved"),
+        ("lit_dpret.losses.pairs.softmax", False, "declared"),
+        ("somebody.losses", True, "declared"),
+        ("lit_dpret.losses.pairs_of_somebody", True, "declared"),
+    ],
+)
+def test_a_bound_is_proved_for_a_class_of_the_package_that_says_so_itself(
+    module: str, says_so: bool, claim: str
+) -> None:
+    names = {"__module__": module} | ({"proved": True} if says_so else {})
+    subclass: Any = type("Changed", (SoftmaxPairLoss,), names)
+    assert subclass(temperature=1.0).claim == claim
 
 
 @pytest.mark.parametrize("n", [1, 2, 9, 64])

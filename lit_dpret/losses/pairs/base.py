@@ -11,7 +11,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from lit_dpret.settings import is_number, require_choice, require_whole
 
 Relation = Literal["add_or_remove", "replace_one"]
 LossClaim = Literal["proved", "declared", "refuted"]
-
-
-_PROVED_IN = __name__.rpartition(".")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +43,8 @@ class PairwiseLoss(ABC):
     ones would grow beyond it. A masked pair therefore keeps its entry with a constant score, the lowest of the range,
     and its coefficient is 0, which changes no bound.
     """
+
+    proved: ClassVar[bool] = False  # a class of this package sets it where docs/derivations.md has its proof
 
     similarity: Literal["cosine", "dot"] = "cosine"  # ``dot`` is for embeddings that are no longer than ``radius``
     radius: float | None = None  # with ``dot``, the largest length of an embedding; longer ones are scaled down to it
@@ -85,9 +84,10 @@ class PairwiseLoss(ABC):
     def claim(self) -> LossClaim:
         """Origin of `sensitivity`: ``proved`` here, ``declared`` by the user, or known to be ``refuted``.
 
-        A class from outside this package is ``declared``, whatever it inherits: its changes are not proved here.
+        ``proved`` requires a class of this package that sets `proved` itself. A subclass inherits no proof.
         """
-        return "proved" if type(self).__module__.startswith(f"{_PROVED_IN}.") else "declared"
+        ours = type(self).__module__.startswith(f"{__package__}.")
+        return "proved" if ours and vars(type(self)).get("proved") else "declared"
 
     @property
     def guaranteed(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,8 @@ class SigmoidPairLoss(_SeparateLoss):
     function, a = ``negative_weight`` and b = ``bias``. The sensitivity is below (1 + 2 a m / (n0 - 1)) / t for *any*
     scores: with ``dot`` the radius may be left open.
     """
+
+    proved: ClassVar[bool] = True
 
     temperature: float  # divides the similarity; positive
     bias: float = 0.0  # added to the scores after division; SigLIP starts at -10. Public
@@ -88,6 +90,8 @@ class KernelPairLoss(_SeparateLoss):
     exponential is a Gaussian kernel of the distance. The sensitivity is (1 + 2 k m / n0) / t.
     """
 
+    proved: ClassVar[bool] = True
+
     temperature: float  # divides the similarity; positive
     negative_weight: float = 1.0  # k, the largest total weight of a row's negatives relative to its positive
     n0: float | None = None  # the public normaliser, above 0; null takes the expected size of a sub-batch
@@ -124,6 +128,8 @@ class SpreadoutPairLoss(_SeparateLoss):
     twice that with a replacement. With the realised N = n - 1 (the paper's Definition 2.3) it is 6 M (4 M for n = 2),
     and 8 M with a replacement.
     """
+
+    proved: ClassVar[bool] = True
 
     normaliser: Literal["fixed", "realised"] = "fixed"
     n0: float | None = None  # the fixed public normaliser, above 1; null takes the expected size of a sub-batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class SoftmaxPairLoss(_TemperedLoss):
     selects it to reproduce the paper's experiments. It is **not a guarantee**, and `claim` is ``refuted``.
     """
 
+    proved: ClassVar[bool] = True
+
     sensitivity_from: Literal["proof", "paper"] = "proof"  # ``paper`` is Lemma 4.5 as printed (only ``add_or_remove``)
 
     def __post_init__(self) -> None:
@@ -95,6 +97,8 @@ class SymmetricSoftmaxPairLoss(_TemperedLoss):
     The sensitivity is that of `SoftmaxPairLoss`.
     """
 
+    proved: ClassVar[bool] = True
+
     def _row_losses(self, table: Tensor) -> Tensor:
         logits = table / self.temperature
         return (logits.logsumexp(-1) + logits.logsumexp(-2)) / 2 - logits.diagonal(dim1=-2, dim2=-1)
@@ -114,6 +118,8 @@ class NullMassSoftmaxPairLoss(_TemperedLoss):
     Row i is ``-z_ii + log(sum_j exp z_ij + (n0 / k) exp(M / t))`` with z = S / t and k = ``negative_weight``. Whatever
     the temperature, the sensitivity is at most (2 + k m / n0) / t. A large k gives InfoNCE.
     """
+
+    proved: ClassVar[bool] = True
 
     negative_weight: float = 1.0  # k, the weight of negatives relative to the constant; positive
     n0: float | None = None  # the constant's public size, above 0; null takes the expected size of a sub-batch

@@ -1,9 +1,13 @@
 """Derive the claim from ledger records: which assumptions of the proof hold, and what follows.
 
-Nothing here reads a configuration. From few releases to many: `charged_releases` (announced, and charged as really
-made), `promised_releases` (plus the planned steps not made), `claimed_releases` (plus the cost of the start; the
-card's), `owed_releases` (the promised ones as other runs count them, without what the run's own ledger refutes),
-`forthcoming_releases` (the charged ones once further steps are made).
+Nothing here reads a configuration. Each of these functions returns a list of releases:
+
+* `charged_releases`: the announced steps, as they were really made;
+* `promised_releases`: those, and the planned steps that were not made;
+* `claimed_releases`: those, and the releases behind the weights that the run started from; the card's epsilon;
+* `owed_releases`: what other runs count for this one: its promised releases, or an unbounded one if its ledger refutes
+  the claim;
+* `forthcoming_releases`: the charged releases after further steps.
 """
 
 from __future__ import annotations
