@@ -15,7 +15,7 @@ from typing import Literal, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, DataError
 
 Qrels = Mapping[str, Mapping[str, int]]
 """Relevance judgements: query id -> passage id -> grade; a grade above 0 is relevant."""
@@ -162,6 +162,10 @@ def gains_of_indices(
 
     Negative grades of ``qrels`` count as 0, as in trec_eval.
     """
+    if indices.ndim != 2 or len(indices) != len(query_ids):
+        raise DataError(f"A ranking of shape {indices.shape} does not rank passages for {len(query_ids)} queries.")
+    if indices.size and int(indices.max()) >= len(passage_ids):  # it would be read as a passage of the next query
+        raise DataError(f"A ranking names passage {int(indices.max())} of {len(passage_ids)}.")
     position = {name: place for place, name in enumerate(passage_ids)}
     width = max(1, len(passage_ids))
     judged = [

@@ -17,7 +17,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG, RetrievalRecall
 
 from lit_dpret.errors import ConfigurationError, DataError, StorageError
-from lit_dpret.retrieval.metrics import Metric
+from lit_dpret.retrieval.metrics import Metric, gains_of_indices
 from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search
 from lit_dpret.retrieval.torch_metric import RetrievalMetric
 from lit_dpret.retrieval.trec_runs import (
@@ -380,3 +380,10 @@ def test_two_processes_agree_on_the_mean_over_all_their_queries(tmp_path: Path) 
     wanted = pytest.approx(evaluate(*run_and_judgements()).means["ndcg@10"], abs=1e-12)
     first, second = (float(torch.load(tmp_path / name, weights_only=True)) for name in ("0.pt", "1.pt"))
     assert first == wanted == second
+
+
+@pytest.mark.parametrize("indices", [[[0, 2]], [[0], [1]]], ids=["a passage that does not exist", "a query too many"])
+def test_a_ranking_of_other_passages_or_queries_gets_no_grades(indices: list[list[int]]) -> None:
+    """Without the refusal its index would be read as a passage of the next query."""
+    with pytest.raises(DataError, match="passage"):
+        gains_of_indices(np.array(indices), ["q"], ["a", "b"], {"q": {"a": 1}})
