@@ -71,7 +71,7 @@ _FORUMS = tuple(
 
 _SETS = (
     _set("msmarco", 8_841_823, 6_980, 7_437, "msmarco/dev", split="dev",
-         note="evaluated on dev; its test split is 43 TREC-DL queries, whose numbers are of another size"),
+         note="evaluated on dev; its test split is 43 TREC-DL queries, whose scores are not comparable"),
     _set("trec-covid", 171_332, 50, 66_336),
     _set("nfcorpus", 3_633, 323, 12_334, "nfcorpus/test"),
     _set("nq", 2_681_468, 3_452, 4_201),
@@ -79,7 +79,7 @@ _SETS = (
     _set("fiqa", 57_638, 648, 1_706, "fiqa/test"),
     _set("arguana", 8_674, 1_406, 1_406, drops_self_matches=True),
     _set("webis-touche2020", 382_545, 49, 2_214, "webis-touche2020/v2",
-         note="version 2 of the judgements; 2,962 judgements would be version 1, whose numbers differ"),
+         note="version 2 of the judgements; 2,962 judgements would be version 1, whose scores differ"),
     BeirSet(name="cqadupstack", members=tuple(one.name for one in _FORUMS), note="mean of twelve forums"),
     *_FORUMS,
     _set("quora", 522_931, 10_000, 15_675, "quora/test", drops_self_matches=True),
@@ -111,8 +111,8 @@ def beir_set(name: str) -> BeirSet:
     if found is None:
         known = ", ".join(one for one in BEIR_SETS if "/" not in one)
         raise ConfigurationError(
-            f"datamodule.name={name!r} is not a public BEIR set: {known}; or one forum, as cqadupstack/unix. For "
-            "another collection in BEIR's layout use datamodule=pairs datamodule.folder=FOLDER."
+            f"datamodule.name={name!r} is neither a public BEIR set ({known}) nor a forum such as cqadupstack/unix. "
+            "For another collection in BEIR's layout use datamodule=pairs datamodule.folder=FOLDER."
         )
     return found
 
@@ -145,13 +145,13 @@ class BeirDataModule(PairsDataModule):
         self.set = beir_set(self.name)
         if self.set.members:
             raise ConfigurationError(
-                f"datamodule.name={self.name} is the mean of {len(self.set.members)} sets: choose one of them, as "
-                f"datamodule.name={self.set.members[0]}, or task=zero_shot, which takes the mean."
+                f"datamodule.name={self.name} is the mean of {len(self.set.members)} sets: choose one of them, such "
+                f"as datamodule.name={self.set.members[0]}, or run task=zero_shot, which computes the mean."
             )
         if (self.root is None) == (not self.download):
             raise ConfigurationError(
-                f"datamodule.root={self.root} and datamodule.download={str(self.download).lower()}: name the folder "
-                f"that holds {self.set.name}, or let download=true fetch it, and not both."
+                f"datamodule.root={self.root} and datamodule.download={str(self.download).lower()}: set exactly one, "
+                f"datamodule.root to the folder that holds {self.set.name}, or datamodule.download=true to fetch it."
             )
         self.drop_queries_without_passage = True
         self.folder = self.set.source if self.root is None else self.root
@@ -174,14 +174,17 @@ class BeirDataModule(PairsDataModule):
         if folder is None:
             raise DataError(
                 f"datamodule.root={self.root} holds no {self.set.name}: neither {Path(str(self.root)) / self.set.name} "
-                "nor the folder itself has a corpus. Unpack BEIR's archive there, or set datamodule.download=true "
-                "(extra beir, a network)."
+                "nor the folder itself has a corpus. Unpack BEIR's archive there, or set datamodule.root=null "
+                "datamodule.download=true (needs the extra beir and a network)."
             )
         found = folder_parts(folder)
         if self.only_evaluation:
             found["qrels"] = {split: path for split, path in found["qrels"].items() if split == self.set.split}
         if self.set.split not in found["qrels"]:
-            raise DataError(f"{folder} has no qrels of {self.set.split}, the split that BEIR evaluates.")
+            raise DataError(
+                f"{folder} has no qrels of {self.set.split}, the split that BEIR evaluates. Unpack all of BEIR's "
+                "archive, or read the folder with datamodule=pairs."
+            )
         return found
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
@@ -229,7 +232,7 @@ def _from_ir_datasets(wanted: BeirSet, repeated: Repeated) -> Collection:
             if repeated == "refuse":
                 raise DataError(
                     f"{wanted.source}: query {judged.query_id!r} and passage {judged.doc_id!r} are judged twice, "
-                    f"{known} and {grade}. Set datamodule.repeated_judgements to highest, first or last."
+                    f"with grades {known} and {grade}. Set datamodule.repeated_judgements to highest, first or last."
                 )
             grade = {"highest": max(known, grade), "first": known, "last": grade}[repeated]
         grades[judged.doc_id] = grade

@@ -32,13 +32,16 @@ def check_clean(log: str | Path, out: Path) -> RecordFile:
     if out.exists():
         raise ConfigurationError(f"{_KNOB}={out} exists, and nothing is overwritten. Name a new file.")
     if file.format == ".parquet":
-        raise ConfigurationError(f"{_KNOB}={out}: lines are left out of .jsonl, .tsv and .csv, and not of {log}.")
+        raise ConfigurationError(
+            f"{_KNOB}={out} cannot be made from {log}: parquet files have no lines to leave out. Convert it to .jsonl, "
+            ".tsv or .csv."
+        )
     if out.suffix.lower() != file.format:
-        raise ConfigurationError(f"{_KNOB}={out} is not named as {log} is read: end its name in {file.format}.")
+        raise ConfigurationError(f"{_KNOB}={out} must end in {file.format}, the format of {log}.")
     if division_of(Path(log)):
         raise ConfigurationError(
-            f"{_KNOB}={out}: {log} is a written split, and a note beside it says what its units are. Leave lines out "
-            "of the log that it was made from, and split that."
+            f"{_KNOB}={out}: {log} is a written split, and the note next to it states how it was divided. Leave lines "
+            "out of the original log, and split that."
         )
     return file
 
@@ -94,7 +97,7 @@ def write_clean(
         clean = read(draft, refuse)
         parts = [(one.queries, one.users, one.domains, one.qrels) for one in (clean, readable)]
         if parts[0] != parts[1] or any(readable.passages[name] != text for name, text in clean.passages.items()):
-            raise DataError(f"what is left of {file.path} reads differently without the refused lines. Mend them.")
+            raise DataError(f"the rest of {file.path} reads differently without the refused lines. Mend these lines.")
         os.replace(draft, out)
     except DataError as error:
         raise DataError(f"{_KNOB}={out} was not written: {error.sentence.replace(str(draft), str(out))}") from error

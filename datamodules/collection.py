@@ -113,8 +113,8 @@ class Collection:
                     if passage_id not in self.passages:
                         yield "unknown passage", f"{pair} an unknown passage {passage_id!r}"
                     if not is_whole(grade):
-                        problem = f"a grade that is {grade!r}, not a whole number"
-                        yield "no whole-number grade", f"{pair} passage {passage_id!r} by {problem}"
+                        problem = f"the grade {grade!r}, which is not an integer"
+                        yield "no whole-number grade", f"{pair} passage {passage_id!r} and {problem}"
 
     def _bad_queries(self) -> Iterator[tuple[str, str]]:
         advice = "datamodule.drop_queries_without_passage=true leaves such queries out"
@@ -127,7 +127,7 @@ class Collection:
                 yield "query without passage", f"query {query_id!r} has no passage: {why}"
             for split in ("dev", "test"):
                 if query_id in self.qrels.get(split, {}):
-                    yield "query in two splits", f"query {query_id!r} is in train and in {split}, which evaluates"
+                    yield "query in two splits", f"query {query_id!r} is in train and in {split}, an evaluation split"
 
     def with_qrels(self, qrels: Mapping[str, Qrels]) -> Collection:
         """Return the collection with other qrels and only the queries that they name."""
@@ -159,7 +159,7 @@ class Collection:
         if len(key) < _SHORTEST_KEY:
             raise ConfigurationError(
                 f"The fingerprint key has {len(key)} bytes; at least {_SHORTEST_KEY} are needed, or private "
-                "texts could be guessed from it. Use the run's privacy secret."
+                "texts could be guessed from the fingerprint. Use the run's privacy secret."
             )
         digest = hmac.new(key, digestmod="sha256")
 

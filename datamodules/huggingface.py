@@ -114,8 +114,8 @@ class HuggingFaceDataModule(PairsDataModule):
             )
         if self.splits is not None and not set(self.splits) <= set(SPLITS):
             raise ConfigurationError(
-                f"datamodule.splits={dict(self.splits)}: the keys are {', '.join(SPLITS)}, and each value is what the "
-                "data set calls that split."
+                f"datamodule.splits={dict(self.splits)}: the keys must be among {', '.join(SPLITS)}, and each value is "
+                "the data set's name of that split."
             )
 
     def _refuse_what_is_no_name(self) -> None:
@@ -132,14 +132,14 @@ class HuggingFaceDataModule(PairsDataModule):
         named = isinstance(self.splits, Mapping) and all(isinstance(name, str) for name in self.splits.values())
         if self.splits is not None and not named:
             raise ConfigurationError(
-                f"datamodule.splits={self.splits!r} must say what the data set calls each split, as "
+                f"datamodule.splits={self.splits!r} must map each split to the data set's name of it, such as "
                 "{train: train_sft, test: holdout}."
             )
         for setting, advice in _OF_THE_HUB.items():
             if self.is_local and (value := getattr(self, setting)):
                 shown = "true" if value is True else value
                 raise ConfigurationError(
-                    f"datamodule.{setting}={shown} is for data from the hub, and datamodule.path={self.path} is on the "
+                    f"datamodule.{setting}={shown} is for data from the hub, but datamodule.path={self.path} is on the "
                     f"disk. {advice}"
                 )
 
@@ -213,11 +213,11 @@ class HuggingFaceDataModule(PairsDataModule):
                     for split, theirs in self.splits.items()
                 }
         except Exception as error:  # of any kind: no network, no such name, a gated repository
-            nowhere = "is not a file or folder here, and from the hub it"
+            nowhere = "is not a file or folder here, and a data set of that name on the hub"
             raise _not_given(f"datamodule.path={self.path} {nowhere}", error) from error
         if not given:
             raise DataError(
-                f"{self.path} has no train, validation or test split but {', '.join(others)}; set datamodule.splits."
+                f"{self.path} has no train, validation or test split, only {', '.join(others)}; set datamodule.splits."
             )
         return {split: [HubRows(rows, f"{self.path} split {split}", complain)] for split, rows in given.items()}
 
@@ -232,12 +232,10 @@ def _local_files(root: Path, splits: Mapping[str, str] | None, *, named: bool = 
     files = [path for path in sorted(root.rglob("*")) if path.is_file() and set(path.suffixes) & set(FORMATS)]
     if not files:
         kinds = {path.suffix for path in root.rglob("*")}
-        other = " Files of Dataset.save_to_disk are written again by to_parquet." if ".arrow" in kinds else ""
-        other += (
-            " A .json file is written again as .jsonl, one object a line." if ".json" in kinds and not other else ""
-        )
+        other = " Convert files of Dataset.save_to_disk with Dataset.to_parquet." if ".arrow" in kinds else ""
+        other += " Rewrite .json files as .jsonl, one object per line." if ".json" in kinds and not other else ""
         raise DataError(
-            f"{root} holds no file of records (.parquet; .jsonl, .tsv or .csv, each also .gz or .zst); check "
+            f"{root} holds no file of records (.parquet; .jsonl, .tsv or .csv, also with .gz or .zst); check "
             f"datamodule.path.{other}",
             kind="missing file",
         )
@@ -250,14 +248,14 @@ def _local_files(root: Path, splits: Mapping[str, str] | None, *, named: bool = 
     if splits is not None:
         if missing := sorted(set(splits) - set(found)):
             raise DataError(
-                f"{root} holds no file of {splits[missing[0]]} (datamodule.splits.{missing[0]}): name what the name of "
-                "a file or folder begins with.",
+                f"datamodule.splits.{missing[0]}={splits[missing[0]]}: no name of a file or folder in {root} begins "
+                "with that.",
                 kind="missing file",
             )
         return found
     if found and unnamed:
         raise DataError(
-            f"{root}: the name of {unnamed[0].relative_to(root)} names no split, and other names do. Name the splits "
+            f"{root}: the name of {unnamed[0].relative_to(root)} names no split, but other names do. Name the splits "
             "in datamodule.splits, their column in datamodule.split_column, or a single file in datamodule.path."
         )
     return found or {"train": unnamed}

@@ -90,7 +90,9 @@ def read_hub(name: SourceName, hub: str, split: ImageSplit) -> RawSplit:
     column = next((c for c in ("img", "image") if c in table.column_names), None)
     labels = SOURCES[name].label_column
     if column is None or labels is None or labels not in table.column_names:
-        raise DataError(f"datamodule.hub={hub} needs the columns img (or image) and {labels}: {table.column_names}.")
+        raise DataError(
+            f"datamodule.hub={hub} needs the columns img (or image) and {labels}; it has {table.column_names}."
+        )
     grouped = "coarse_label" in table.column_names
 
     def decode(places: Any) -> Tensor:
@@ -127,7 +129,10 @@ def _described(name: SourceName, raw: RawSplit) -> RawSplit:
         raw = replace(raw, coarse=[group_of[label] for label in raw.labels], coarse_names=group_names)
     for numbers, names in ((raw.labels, raw.label_names), (raw.coarse or [0], raw.coarse_names)):
         if min(numbers) < 0 or (names and max(numbers) >= len(names)):
-            raise DataError(f"{raw.source} has labels from {min(numbers)} to {max(numbers)} and {len(names)} names.")
+            raise DataError(
+                f"{raw.source} has labels from {min(numbers)} to {max(numbers)} and {len(names)} names. Labels count "
+                "from 0, and each needs a name."
+            )
     return raw
 
 
@@ -163,7 +168,10 @@ def _fashion_mnist(folder: Path, split: ImageSplit, image_size: int | None) -> R
         arrays.append(_read_idx(packed if packed.is_file() else plain))
     images, labels = arrays
     if images.ndim != 3 or labels.shape != images.shape[:1]:
-        raise DataError(f"{folder}: {split} has images of shape {images.shape} and labels of shape {labels.shape}.")
+        raise DataError(
+            f"{folder}: {split} has images of shape {images.shape} and labels of shape {labels.shape}, which do not "
+            "match."
+        )
     return RawSplit(
         source=str(folder), ids=_positions(len(labels)), labels=labels.tolist(), decode=_stacked(images[:, None])
     )
@@ -176,7 +184,7 @@ def _vision_folder(folder: Path, split: ImageSplit, image_size: int | None) -> R
     if not files:
         raise DataError(f"{root} holds no images. {SOURCES['vision_folder'].missing}")
     if unknown := {path.parent.name for path in files} - set(names):
-        raise DataError(f"{root} has the class {sorted(unknown)[0]!r}, which {folder / 'train'} has not.")
+        raise DataError(f"{root} has the class {sorted(unknown)[0]!r}, which {folder / 'train'} lacks.")
     return RawSplit(
         source=str(root),
         ids=[path.relative_to(root).as_posix() for path in files],
@@ -235,7 +243,8 @@ def _encoded(
         pixels = [one(position) for position in positions]
         if len({image.shape for image in pixels}) > 1:
             raise DataError(
-                f"{source}: the images differ in size. Set datamodule.image_size to resize them to a square."
+                f"{source}: the images differ in size, but one size is needed. With datamodule.source=vision_folder, "
+                "datamodule.image_size resizes them to squares."
             )
         return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
 
@@ -254,7 +263,7 @@ def _read_idx(path: Path) -> np.ndarray:
     start = 4 + 4 * data[3]
     shape = tuple(int(size) for size in np.frombuffer(data[4:start], dtype=">u4"))
     if len(data) - start != int(np.prod(shape)) or len(shape) != data[3]:
-        raise DataError(f"{path} states the shape {shape} and holds {len(data) - start} bytes.")
+        raise DataError(f"{path} states the shape {shape} but holds {len(data) - start} bytes of data.")
     return np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape)
 
 
@@ -263,7 +272,7 @@ class _ArraysOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _HARMLESS:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not allowed")
         return super().find_class(module, name)
 
 
@@ -326,7 +335,7 @@ SOURCES: dict[SourceName, Source] = {
         missing=(
             "Set datamodule.folder to a folder with cifar-10-batches-py (unpack cifar-10-python.tar.gz of "
             "https://www.cs.toronto.edu/~kriz/cifar.html) or with train.parquet and test.parquet (columns image and "
-            "label), or set datamodule.hub=uoft-cs/cifar10."
+            "label), or set datamodule.folder=null datamodule.hub=uoft-cs/cifar10."
         ),
         label_column="label",
         label_names=_CIFAR10,
@@ -337,7 +346,7 @@ SOURCES: dict[SourceName, Source] = {
         missing=(
             "Set datamodule.folder to a folder with cifar-100-python (unpack cifar-100-python.tar.gz of "
             "https://www.cs.toronto.edu/~kriz/cifar.html) or with train.parquet and test.parquet (columns img, "
-            "fine_label and coarse_label), or set datamodule.hub=uoft-cs/cifar100."
+            "fine_label and coarse_label), or set datamodule.folder=null datamodule.hub=uoft-cs/cifar100."
         ),
         label_column="fine_label",
     ),
@@ -353,6 +362,9 @@ SOURCES: dict[SourceName, Source] = {
     ),
     "vision_folder": Source(
         read=_vision_folder,
-        missing="Set datamodule.folder to a folder with train/CLASS/IMAGE and test/CLASS/IMAGE.",
+        missing=(
+            "Set datamodule.folder to a folder with train/CLASS/IMAGE and test/CLASS/IMAGE, with images in PNG, JPEG, "
+            "BMP, WebP or PPM."
+        ),
     ),
 }

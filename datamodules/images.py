@@ -133,11 +133,12 @@ class ImagesDataModule(SampledDataModule):
         if self.hub is not None:
             if folder is not None:
                 raise ConfigurationError(
-                    f"datamodule.folder={folder} and datamodule.hub={self.hub} both give the path of the data; set one."
+                    f"datamodule.folder={folder} and datamodule.hub={self.hub} both name the data; set only one."
                 )
             if known.label_column is None:
                 raise ConfigurationError(
-                    f"datamodule.hub={self.hub} cannot be read as datamodule.source={self.source}. {known.missing}"
+                    f"datamodule.hub={self.hub} cannot be read as datamodule.source={self.source}. Set "
+                    f"datamodule.hub to null. {known.missing}"
                 )
             return None
         if folder is None and known.default_folder is None:
@@ -157,7 +158,7 @@ class ImagesDataModule(SampledDataModule):
 
     def _split(self, split: ImageSplit) -> _Split:
         if split not in get_args(ImageSplit):
-            raise DataError(f"There is no split {split!r} of images; there are {', '.join(get_args(ImageSplit))}.")
+            raise DataError(f"There is no split {split!r} of images; the splits are {', '.join(get_args(ImageSplit))}.")
         if split not in self._splits:
             if self.folder is None:
                 raw = read_hub(self.source, str(self.hub), split)
@@ -211,7 +212,7 @@ class ImagesDataModule(SampledDataModule):
         return ImageItems(self.train_units())
 
     def _without_a_plan(self) -> str:
-        return "for plain images in a loop of your own use labelled('train')"
+        return "for plain images in a custom loop, use labelled('train')"
 
     def data_fingerprint(self, key: bytes, *, planted: bool = True) -> str:
         """Return a fingerprint of train images and labels, keyed by the run's secret, as `PairsDataModule` does."""
@@ -248,7 +249,7 @@ class ImagesDataModule(SampledDataModule):
         wanted = labels or self.labels
         if wanted not in split.labels:
             raise ConfigurationError(
-                f"datamodule.labels={wanted}: datamodule.source={self.source} has none such. Set it to fine."
+                f"datamodule.labels={wanted}: datamodule.source={self.source} has no such labels here. Set it to fine."
             )
         return split.labels[wanted]
 

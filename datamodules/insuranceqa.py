@@ -99,7 +99,7 @@ def _package_folder() -> Path:
     spec = importlib.util.find_spec(_PACKAGE)  # finds the folder without running the package
     if spec is None or not spec.submodule_search_locations:
         raise ConfigurationError(
-            "InsuranceQA is not installed: install the [quickstart] extra: pip install 'lit-dpret[quickstart]', or "
+            "InsuranceQA is not installed. Install the [quickstart] extra (pip install 'lit-dpret[quickstart]'), or "
             "name a copy with datamodule.folder."
         )
     folder = Path(next(iter(spec.submodule_search_locations)))

@@ -352,7 +352,7 @@ def folder_parts(
         if not part:
             present = ", ".join(sorted(path.name for path in root.iterdir())) or "nothing"
             raise DataError(
-                f"{root} lacks {expected} (.jsonl, .tsv, .csv, .gz, .zst, .parquet); it holds: {present}."
+                f"{root} lacks {expected} (or .jsonl, .tsv, .csv, .parquet; also .gz, .jsonl.zst); it holds: {present}."
                 f"{meant(root, 'queries.jsonl')}",
                 kind="missing file",
             )

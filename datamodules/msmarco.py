@@ -47,8 +47,9 @@ class MSMarcoDataModule(PairsDataModule):
     def __post_init__(self) -> None:
         if (self.folder is None) == (not self.download):
             raise ConfigurationError(
-                f"datamodule.folder={self.folder or 'null'} and datamodule.download={str(self.download).lower()}: name "
-                "the folder with MS MARCO's files, or let download=true fetch them, and not both."
+                f"datamodule.folder={self.folder or 'null'} and datamodule.download={str(self.download).lower()}: set "
+                "exactly one, datamodule.folder to the folder with MS MARCO's files, or datamodule.download=true to "
+                "fetch them."
             )
         self.folder = self.folder or _SOURCE
         super().__post_init__()
@@ -85,8 +86,8 @@ class MSMarcoDataModule(PairsDataModule):
             raise DataError(
                 f"{root} lacks {', '.join(missing)} (or .gz, .zst); it holds: "
                 f"{', '.join(sorted(path.name for path in root.iterdir())) or 'nothing'}. "
-                f"datamodule.dev={other} reads the other development queries, datamodule.only_evaluation=true no train "
-                "queries.",
+                f"datamodule.dev={other} reads the other development queries; datamodule.only_evaluation=true reads no "
+                "train queries.",
                 kind="missing file",
             )
         return found

@@ -21,15 +21,15 @@ from lit_dpret.settings import batch_among, naming_arguments
 
 #: Descriptions of the arguments that `UnitDataModule` needs, and where the arguments of a DataLoader belong.
 _ARGUMENTS = {
-    "dataset": "a data set with a length that gives a row by its number",
+    "dataset": "a data set with a length, which returns a row by its number",
     "collate_fn": "give it to make_private, or write collate_rows of the PrivateModule",
-    "batch_size": "expected_batch_size is the number of units in a step, on average, and physical_batch_size that of "
+    "batch_size": "expected_batch_size is the average number of units in a step, and physical_batch_size the number of "
     "units computed at once",
     "shuffle": "the units of a step are drawn at random; sampling says how",
     "sampler": "the units of a step are drawn at random; sampling says how",
     "batch_sampler": "the units of a step are drawn at random; sampling says how",
-    "drop_last": "every step draws its units from all of them; sampling says how",
-    "transform": "write it into the data set, whose coins are seeded for each unit and step",
+    "drop_last": "every step draws from all units; sampling says how",
+    "transform": "apply it in the data set, whose random draws are seeded for each unit and step",
 }
 _OTHER_UNITS = tuple(unit for unit in get_args(Unit) if unit != "user")
 
@@ -84,13 +84,13 @@ class UnitDataModule(SampledDataModule):
             hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         ):
             raise DataError(
-                f"dataset={kind} has no __len__ and __getitem__: units are drawn by number, so epsilon depends on how "
-                "many there are. Pass a map-style data set."
+                f"dataset={kind} is not a map-style data set, with __len__ and __getitem__. Units are drawn by number, "
+                "and epsilon depends on how many there are. Pass a map-style data set."
             )
         if unit_of is not None and not callable(unit_of):
             raise ConfigurationError(
-                f"datamodule.unit_of={type(unit_of).__name__} is not a function of the number of a row. Of a list of "
-                "names give users.__getitem__."
+                f"datamodule.unit_of={type(unit_of).__name__} is not a function of a row's number. For a list of "
+                "names, pass users.__getitem__."
             )
         if len(dataset) == 0:
             raise DataError(f"dataset={kind} has no rows, so there is no unit to train on.")
@@ -101,21 +101,22 @@ class UnitDataModule(SampledDataModule):
         if labels is not None and [*labels] != [*range(len(labels))]:
             raise DataError(
                 "unit_of looks up names by the labels of a table's index, which are not 0, 1, 2 and so on: it would "
-                "name other rows. unit_of receives the number of a row: users.iloc.__getitem__, or "
+                "name the wrong rows. unit_of receives the number of a row: pass users.iloc.__getitem__, or "
                 "users.to_numpy().__getitem__."
             )
         if hasattr(names, "__len__") and not isinstance(names, dict) and len(names) != len(dataset):
             raise DataError(
-                f"unit_of reads {len(names)} names and dataset={kind} has {len(dataset)} rows: it would name other "
-                "rows. unit_of gets the number of a row of this data set: of a Subset, "
-                "lambda row: users[subset.indices[row]]."
+                f"unit_of reads {len(names)} names, but dataset={kind} has {len(dataset)} rows: it would name the "
+                "wrong rows. unit_of receives the number of a row of this data set: for a Subset, pass lambda row: "
+                "users[subset.indices[row]]."
             )
         a_word = re.fullmatch(r"[a-z]{1,30}", str(unit_name)) and unit_name not in _OTHER_UNITS
         if unit_name is not None and (unit_of is None or not a_word):
             raise ConfigurationError(
-                f"datamodule.unit_name={unit_name!r} is the card's name for all rows to which unit_of gives one name: "
-                f"a lower-case word, such as user, together with unit_of, and none of {', '.join(_OTHER_UNITS)}, which "
-                "mean other units on every card. Without unit_of every row is a unit of its own."
+                f"datamodule.unit_name={unit_name!r} must be a word of lower-case letters a to z, such as user, and "
+                f"not one of {', '.join(_OTHER_UNITS)}, which mean other units on every card. It also needs unit_of: "
+                "it is the card's word for all rows to which unit_of gives one name, and without unit_of every row is "
+                "a unit."
             )
         self._units: OwnUnits | None = None
         if self.sample_rate is None and self.sampling != "full_batch":
@@ -159,13 +160,13 @@ class UnitDataModule(SampledDataModule):
             name = name.item() if hasattr(name, "item") else name
         except Exception as error:  # its message may contain a text of the data
             raise DataError(
-                f"unit_of({row}) raised {type(error).__name__}: it gets the number of a row, and must name the unit of "
-                "dataset[number], as users.__getitem__ does."
+                f"unit_of({row}) raised {type(error).__name__}: it receives the number of a row, and must return the "
+                "name of the unit of dataset[number], as users.__getitem__ does."
             ) from error
         if (found := as_id(name)) is None:  # NaN differs from itself, and equal tensors differ as keys
             raise DataError(
                 f"unit_of({row}) returned {'an empty text' if isinstance(name, str) else f'a {type(name).__name__}'}: "
-                "the name of a unit is a text or a whole number, so that rows of one unit can be told by it."
+                "the name of a unit must be a string or an integer, so that equal names identify one unit."
             )
         return found
 

@@ -43,8 +43,8 @@ class PairColumns:
         for column, name in names.items():
             if column not in known or not isinstance(name, str) or not name:
                 raise ConfigurationError(
-                    f"datamodule.columns={dict(names)}: {column}: {name!r} gives no column its name; the columns are "
-                    f"{', '.join(known)}."
+                    f"datamodule.columns={dict(names)}: {column}: {name!r} does not name a column; the keys are "
+                    f"{', '.join(known)}, and each value is that column's name in the file."
                 )
         return cls(**{known[column]: name for column, name in names.items()}, required=tuple(names.values()))
 
@@ -203,7 +203,8 @@ class PairReader:
             passage_id = self._ids_by_text().setdefault(text, f"p-{stable_hash(text).hex()[:20]}")
         if self._passages.setdefault(passage_id, text) != text:
             raise DataError(
-                f"{where}: passage {passage_id!r} has two texts, here and further up.", kind="passage with two texts"
+                f"{where}: passage {passage_id!r} has two texts, here and in an earlier record.",
+                kind="passage with two texts",
             )
         return passage_id
 

@@ -117,8 +117,8 @@ class PairsDataModule(SampledDataModule):
         if len(given) != 1:
             found = " and ".join(f"datamodule.{name}" for name in given) or "none of them"
             raise ConfigurationError(
-                "Set the path of the data by one of datamodule.folder, datamodule.pairs, or datamodule.queries with "
-                f"datamodule.qrels and datamodule.corpus; {found} is set."
+                "Name the data with exactly one of datamodule.folder, datamodule.pairs, or datamodule.queries with "
+                f"datamodule.qrels and datamodule.corpus. Set now: {found}."
             )
         missing = [name for name in ("queries", "qrels", "corpus") if not getattr(self, name)]
         if given == ["queries and qrels"] and missing:
@@ -128,8 +128,8 @@ class PairsDataModule(SampledDataModule):
 
     def _no_public_list(self, wanted: str) -> ConfigurationError:
         return ConfigurationError(
-            f"{wanted} needs a public list of passages, but the only passages are those of the private records in "
-            "datamodule.pairs. Name the public list with datamodule.corpus, or declare this one public with "
+            f"{wanted} needs a public list of passages, but the only passages are those of the private records. Name "
+            "the public list with datamodule.corpus, or declare this one public with "
             "datamodule.passages_are_public=true."
         )
 
@@ -251,7 +251,9 @@ class PairsDataModule(SampledDataModule):
         For experiments that hold some queries out. Queries that were left out earlier are no longer in `collection`.
         """
         if self._batch_sampler is not None:
-            raise ConfigurationError("train_on: a sampler over other train queries is already attached.")
+            raise ConfigurationError(
+                "train_on: a sampler over other train queries is already attached. Call it before fit."
+            )
         everything = self.collection
         chosen: dict[str, Mapping[str, int]] = {}
         rest: dict[str, dict[str, Mapping[str, int]]] = {}
@@ -259,7 +261,7 @@ class PairsDataModule(SampledDataModule):
             chosen |= {query: judged for query, judged in qrels.items() if query in query_ids}
             rest[split] = {query: judged for query, judged in qrels.items() if query not in query_ids}
         if not chosen:
-            raise DataError(f"{everything.source} has none of the queries that are to be trained on.")
+            raise DataError(f"{everything.source} has none of the queries that train_on names.")
         self._collection, self._units = everything.with_qrels({**rest, "train": chosen}), None
 
     def use_unit(self, unit: TextUnit, neighbours: str | None = None) -> None:
@@ -293,7 +295,7 @@ class PairsDataModule(SampledDataModule):
             if self._batch_sampler is not None:
                 raise ConfigurationError(
                     f"privacy.unit={unit}, but an earlier fit gave this DataModule a sampler over units of "
-                    f"{self._unit}. Give each fit a DataModule of its own."
+                    f"{self._unit}. Give each fit its own DataModule."
                 )
             self._unit, self._units = unit, None
 
@@ -313,8 +315,8 @@ class PairsDataModule(SampledDataModule):
         """Return the train split, one item per unit of privacy; built on first use, after `use_unit`."""
         if self._unit is None:
             raise ConfigurationError(
-                f"{type(self).__name__} does not know the unit of privacy: privacy.unit sets it through "
-                "use_unit('query'), 'pair' or 'user'."
+                f"{type(self).__name__} has no unit of privacy yet. A run sets it from privacy.unit; without a run, "
+                "call use_unit('query'), use_unit('pair') or use_unit('user')."
             )
         if self._units is None:
             self._units = GroupedUnitDataset(
@@ -333,7 +335,7 @@ class PairsDataModule(SampledDataModule):
         self._units = None
 
     def _without_a_plan(self) -> str:
-        return "for plain pairs in a loop of your own use pair_rows('train')"
+        return "for plain pairs in a custom loop, use pair_rows('train')"
 
     def assumptions(self) -> list[str]:
         """Return, for the card, what the settings exclude from the guarantee."""

@@ -151,5 +151,5 @@ def _with_qrels(collection: Collection, qrels: Mapping[str, Qrels], knob: str = 
     """Return ``collection`` with other qrels and only the queries that they name."""
     for split, found in collection.qrels.items():
         if knob and found and not qrels[split]:
-            raise DataError(f"{collection.source}: no query of {split} remains; change {knob}.")
+            raise DataError(f"{collection.source}: no query of {split} remains. Raise {knob}, or set it to null.")
     return collection.with_qrels(qrels)

@@ -162,7 +162,9 @@ class Records:
         name = self.name(number, record, *names)
         value = record[name]
         if not isinstance(value, str):
-            raise DataError(f"{self.where(number)}: {name!r} is {kind_of(value)}; a text is expected.", kind="no text")
+            raise DataError(
+                f"{self.where(number)}: {name!r} is {kind_of(value)}; a string is expected.", kind="no text"
+            )
         return self.unicode(number, name, value)
 
     def unicode(self, number: int, name: str, value: str) -> str:
@@ -181,7 +183,7 @@ class Records:
             return int(value)
         except (ValueError, TypeError):
             raise DataError(
-                f"{self.where(number)}: grade {name}={shown_number(value)} is not a whole number.",
+                f"{self.where(number)}: grade {name}={shown_number(value)} is not an integer.",
                 kind="no whole-number grade",
             ) from None
 
@@ -206,7 +208,7 @@ class RecordFile(Records):
         self.path, self.header = Path(path), header
         self._finds = 0
         if not self.path.is_file():
-            problem = "is a folder, and a file belongs there" if self.path.exists() else "does not exist"
+            problem = "is a folder, not a file" if self.path.exists() else "does not exist"
             raise DataError(f"{self.path} {problem}; check {knob}.", kind="missing file")
         suffixes = [suffix.lower() for suffix in self.path.suffixes]
         self._compression = suffixes.pop() if suffixes and suffixes[-1] in _COMPRESSIONS else ""
@@ -215,8 +217,8 @@ class RecordFile(Records):
         self.column_word = "key" if self.format == ".jsonl" else "column"
         if self.format not in FORMATS or (self.format == ".parquet" and self._compression):
             raise _unreadable(
-                f"{self.path} is of no known format: name it .jsonl, .tsv or .csv "
-                "(each may end in .gz or .zst), or .parquet."
+                f"{self.path} has no known format: its name must end in .jsonl, .tsv or .csv (then also .gz or .zst), "
+                "or .parquet."
             )
         if header is not None and self.format != ".tsv":
             raise DataError(f"{self.path} is read without a header line, so it must be a .tsv file; check {knob}.")
@@ -283,7 +285,7 @@ class RecordFile(Records):
                 if number == 1 and line[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                     raise _unreadable(f"{self.path} is UTF-16 text. Save it as UTF-8.")
                 if number == 1 and not line.endswith(b"\n") and b"\r" in line[:-1]:
-                    raise _unreadable(f"{self.path} ends its lines with CR alone. Save it with the line ends of Unix.")
+                    raise _unreadable(f"{self.path} ends its lines with CR alone. Save it with Unix line endings (LF).")
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
@@ -309,7 +311,7 @@ class RecordFile(Records):
                 reason = "a number is too long" if isinstance(error, ValueError) else "nested too deeply"
                 reason = _what_json_says(error) if isinstance(error, json.JSONDecodeError) else reason
                 if number == 1 and line.strip() in ("[", "{"):
-                    reason = "indented, where JSONL holds one object a line"
+                    reason = "spread over several lines; JSONL holds one object per line"
                 self._note(number, f"malformed JSON ({reason})", "malformed JSON")
                 continue
             if isinstance(record, dict):
@@ -317,7 +319,7 @@ class RecordFile(Records):
             else:
                 expected = "a JSON object in braces is expected"
                 self._note(
-                    number, f"{expected}, not {kind_of(record)}; JSONL holds one object a line", "malformed JSON"
+                    number, f"{expected}, not {kind_of(record)}; JSONL holds one object per line", "malformed JSON"
                 )
 
     def _table(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -354,8 +356,8 @@ class RecordFile(Records):
                 between, others = ("tabs", ",;|") if self.format == ".tsv" else ("commas", "\t;|")
                 if len(header) == 1 and (other := next((one for one in others if one in header[0]), None)):
                     raise DataError(
-                        f"{self.where(start)}: the header has {other!r} between its columns, and a {self.format} file "
-                        f"has {between}."
+                        f"{self.where(start)}: the header has {other!r} between its columns, but a {self.format} file "
+                        f"needs {between}."
                     )
             elif len(values) != len(header):
                 named = f"{len(header)} ({', '.join(shown_columns(header))})"
@@ -441,14 +443,14 @@ def parse_json_file(path: Path) -> Any:
 
 def ir_records(source: str, records: str) -> Iterator[Any]:
     """Yield the ``docs``, ``queries`` or ``qrels`` of a data set that ir-datasets downloads and verifies."""
-    instead = "Or name the folder of the data that you have."
+    instead = "Or set datamodule.download=false and name the folder of the data."
     library = optional(
         "ir_datasets", "datamodule.download=true", "lit-dpret[beir]", package="ir-datasets", instead=instead
     )
     try:
         yield from getattr(library.load(source), f"{records}_iter")()
     except Exception as error:  # of any kind: a network, a disk, a differing hash
-        raise DataError(f"ir-datasets could not give {source}: {first_line(error)}") from error
+        raise DataError(f"ir-datasets could not load {source}: {first_line(error)}") from error
 
 
 def is_unicode(text: str) -> bool:

@@ -188,7 +188,7 @@ class SampledDataModule(LightningDataModule):
         """
         if self._planted is not None or self._batch_sampler is not None:
             raise ConfigurationError(
-                "These data already have planted units, or an attached sampler. Plant everything at once, before fit."
+                "These data already have planted units or an attached sampler. Plant all units at once, before fit."
             )
         self._planted = planted
 
@@ -199,7 +199,7 @@ class SampledDataModule(LightningDataModule):
 
     def train_units(self) -> Units:
         """Return the train split, one item per unit of privacy."""
-        raise NotImplementedError(f"{type(self).__name__} does not define its units.")
+        raise NotImplementedError(f"{type(self).__name__} does not define train_units().")
 
     def _train_items(self) -> Dataset[Any]:
         """Return the data set of the train loader: a map from a draw to ``(draw, rows of its unit)``."""
@@ -245,12 +245,12 @@ class SampledDataModule(LightningDataModule):
 
     def _without_a_plan(self) -> str:
         """Name the plain data for a loop without a privacy plan, as part of a sentence."""
-        return "for a loop of your own read train_units()"
+        return "in a custom loop, read train_units()"
 
 
 def _set_later(name: str) -> ConfigurationError:
     return ConfigurationError(
-        f"datamodule.{name} cannot change any more: it may be about other data than those that were read, and plan and "
-        f"card would be about the new ones. Build a new DataModule, as dataclasses.replace(data, {name}=...) does; a "
-        "subclass sets it before super().__post_init__()."
+        f"datamodule.{name} cannot change after construction: the data may have been read with the old value, and plan "
+        f"and card would describe the new one. Build a new DataModule, as dataclasses.replace(data, {name}=...) does; "
+        "a subclass sets it before super().__post_init__()."
     )

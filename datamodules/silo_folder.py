@@ -53,7 +53,10 @@ class Silo:
         """Yield reasons why the silo is unusable: an invalid folder name, an unknown id, an empty part."""
         where = f"silo {self.name!r}"
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name):
-            yield DataError(f"{where}: the name must be up to 64 letters, digits, dots, dashes or underscores.")
+            yield DataError(
+                f"{where}: the name must be up to 64 letters, digits, dots, dashes or underscores, and begin with a "
+                "letter or digit."
+            )
         for what, found in (("passages", self.passages), ("sentences", self.sentences), ("queries", self.queries)):
             if not found:
                 yield DataError(f"{where} holds no {what}.", kind="empty part")
@@ -70,7 +73,7 @@ class Silo:
         seen: set[str] = set()
         for query in self.queries:
             if query.qid in seen:
-                yield DataError(f"{where}: query {query.qid!r} comes twice.", kind="repeated id")
+                yield DataError(f"{where}: query {query.qid!r} occurs twice.", kind="repeated id")
             seen.add(query.qid)
             if query.split not in SPLITS:
                 yield DataError(f"{where}: query {query.qid!r} is in none of the splits {', '.join(SPLITS)}.")
@@ -133,7 +136,7 @@ def read_manifest(folder: str | Path, *, knob: str = "federated.data") -> dict[s
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise DataError(
-            f"{path} does not exist; check {knob}. task=build_silos makes such a folder.", kind="missing file"
+            f"{path} does not exist; check {knob}. task=build_silos writes such a folder.", kind="missing file"
         )
     found = parse_json_file(path)
     if not isinstance(found, dict):

@@ -88,7 +88,7 @@ def division_of(data: Path) -> dict[str, Any]:
     found = parse_json_file(note)
     if not isinstance(found, dict) or found.get("by") not in ("user", "text"):
         raise DataError(
-            f"{note} is not a note of task.write_split. Write the split again, or remove it.", kind="bad note"
+            f"{note} was not written by task.write_split. Write the split again, or remove the file.", kind="bad note"
         )
     return found
 
@@ -186,7 +186,9 @@ def _metadata(collection: Collection, query_id: str) -> dict[str, str]:
 
 def _check_id(name: str) -> str:
     if any(mark in name for mark in "\t\n\r"):
-        raise DataError(f"The id {name!r} cannot stand in a qrels file: it holds a tab or a line end.", kind="no id")
+        raise DataError(
+            f"The id {name!r} cannot be written to a qrels file: it holds a tab or a line break.", kind="no id"
+        )
     return name
 
 

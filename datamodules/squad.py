@@ -62,7 +62,8 @@ class SquadDataModule(PairsDataModule):
             found = [root / name for name in names if (root / name).is_file()]
             if len(found) > 1:
                 raise DataError(
-                    f"{root} holds both {found[0].name} and {found[1].name}; keep one, or name the file itself."
+                    f"{root} holds both {found[0].name} and {found[1].name}; keep one, or name one of them in "
+                    "datamodule.folder."
                 )
             if found:
                 files[split] = found[0]
@@ -103,7 +104,7 @@ class SquadDataModule(PairsDataModule):
                     try:
                         query_id, text, answered = self._question(path, question)
                         if query_id in queries:
-                            raise DataError(f"{path}: question {query_id!r} comes twice.", kind="repeated id")
+                            raise DataError(f"{path}: question {query_id!r} occurs twice.", kind="repeated id")
                     except DataError as error:
                         complain(error)
                         continue
@@ -164,7 +165,7 @@ def _paragraphs(path: Path, complain: Complain) -> Iterator[tuple[str, str, list
 def _text(path: Path, found: Any, key: str, named: str) -> str:
     value = found.get(key) if isinstance(found, dict) else None
     if not isinstance(value, str) or (key == "id" and not value.strip()):
-        raise DataError(f"{path}: {named} has no text {key!r}.", kind="missing column")
+        raise DataError(f"{path}: {named} has no string {key!r}.", kind="missing column")
     if not is_unicode(value):
         raise DataError(f"{path}: {key!r} of {named} {NOT_UNICODE}.", kind="not Unicode text")
     return value

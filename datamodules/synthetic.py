@@ -71,7 +71,7 @@ class SyntheticDataModule(PairsDataModule):
             if not self.require_privacy_card:
                 return None
             raise DataError(
-                f"{self.folder} has no {CARD_NAME}, so the claim of its queries is unknown. Take the folder that "
+                f"{self.folder} has no {CARD_NAME}, so the claim of its queries is unknown. Name the folder that "
                 "task=synthesize wrote, or set datamodule.require_privacy_card=false to train without a claim."
             )
         card = parse_json_file(path)
@@ -79,8 +79,8 @@ class SyntheticDataModule(PairsDataModule):
             raise DataError(f"{path} is not a readable privacy card: a JSON object is expected.")
         if self._card_at_reading not in (None, file_sha256(path)):
             raise DataError(
-                f"{path} is another card than the one that lay there when the queries were read. Build a new "
-                "DataModule to train on the new ones."
+                f"{path} changed after the queries were read. Build a new DataModule to train on the queries that the "
+                "new card describes."
             )
         return path
 
@@ -130,7 +130,7 @@ class SyntheticDataModule(PairsDataModule):
             for query_id in judged:
                 if query_id in own.queries:
                     raise DataError(
-                        f"{self.folder}: query id {query_id!r} is also that of an evaluation query of {other.source}."
+                        f"{self.folder}: query id {query_id!r} is also the id of an evaluation query of {other.source}."
                     )
                 queries[query_id] = other.queries[query_id]
                 if query_id in other.domains:

@@ -60,8 +60,8 @@ class GroupedUnitDataset:
                 groups.setdefault(self._key(query_id, passage_id), []).append((query_id, passage_id))
         if not any(groups.values()):
             raise DataError(
-                f"{collection.source}: split {split} has no query with a positive passage. Where "
-                "datamodule.max_passages or datamodule.max_train_queries take a sample, take a larger one."
+                f"{collection.source}: split {split} has no query with a positive passage. If they are set, raise "
+                "datamodule.max_passages and datamodule.max_train_queries, and set datamodule.drop_overlap=false."
             )
         self._units = [_lowest(rows, max_rows_per_unit, collection.queries) for rows in groups.values()]
         self._queries = [tuple(dict.fromkeys(query for query, _ in rows)) for rows in groups.values()]
@@ -72,8 +72,8 @@ class GroupedUnitDataset:
             if query_id not in self._collection.users:
                 raise ConfigurationError(
                     f"privacy.unit=user needs a user id for every training query, but query {query_id!r} has none: "
-                    "give a user_id column in datamodule.queries or datamodule.pairs (of records of a hub: name it in "
-                    "datamodule.user_column), or set privacy.unit=query."
+                    "give a user_id column in datamodule.queries or datamodule.pairs (for a Hugging Face data set, "
+                    "name it in datamodule.user_column), or set privacy.unit=query."
                 )
             return (self._collection.users[query_id],)
         name = normalise(self._collection.queries[query_id]) if self.duplicates == "merge" else query_id
@@ -143,8 +143,8 @@ class Planted:
         """Refuse planting if a row would not be a separate unit, or would contradict a passage of the data."""
         if duplicates == "merge":
             raise ConfigurationError(
-                "datamodule.duplicates=merge makes equal texts one unit, and each copy of a canary has to be one. Set "
-                "datamodule.duplicates=keep."
+                "datamodule.duplicates=merge makes equal texts one unit, but each copy of a canary must be a separate "
+                "one. Set datamodule.duplicates=keep."
             )
         for row in (row for rows in self.units for row in rows):
             if row.passage_id in passages and passages[row.passage_id] != row.passage:

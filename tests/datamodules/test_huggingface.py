@@ -76,7 +76,7 @@ def test_splits_can_have_names_of_their_own(write: Write, tmp_path: Path) -> Non
 
 def test_names_that_say_a_split_and_names_that_do_not_are_refused_together(folder: Path) -> None:
     (folder / "corpus.tsv").write_text("_id\ttext\n")
-    with pytest.raises(DataError, match=r"the name of corpus\.tsv names no split, and other names do"):
+    with pytest.raises(DataError, match=r"the name of corpus\.tsv names no split, but other names do"):
         HuggingFaceDataModule(path=folder, **COLUMNS).prepare_data()
 
 
@@ -156,7 +156,7 @@ def test_rows_of_several_files_have_ids_of_their_own_and_problems_name_the_file(
     problems = Problems()
     HuggingFaceDataModule(path=folder, **COLUMNS).read_collection(problems)
     assert [message for shown in problems.shown.values() for message in shown] == [
-        f"{folder / 'train-00002.jsonl'} line 2: 'question' is a number; a text is expected."
+        f"{folder / 'train-00002.jsonl'} line 2: 'question' is a number; a string is expected."
     ]
 
 
@@ -215,7 +215,7 @@ def test_the_splits_that_are_named_are_asked_for_by_name(hub: Hub) -> None:
     data = HuggingFaceDataModule(path="someone/log", splits=splits, **COLUMNS)
     assert list(texts(data)) == ["train"] and hub.asked[-1]["split"] == "unsupervised"
     hub.splits = {"unsupervised": ROWS}
-    with pytest.raises(DataError, match=r"has no train, validation or test split but unsupervised; set datamodule"):
+    with pytest.raises(DataError, match=r"has no train, validation or test split, only unsupervised; set datamodule"):
         HuggingFaceDataModule(path="someone/log", **COLUMNS).setup("fit")
 
 

@@ -216,7 +216,7 @@ def test_every_missing_file_is_told_at_once(msmarco: Path) -> None:
         ("qrels.train", "121352 0 1 1\n", "qrels.train.tsv line 3: 1 columns, but 4 are expected"),
         ("qrels.train", "121352\t0\t5\t1\n", "line 3: passage '5' is not in the corpus"),
         ("qrels.dev.small", "3\t0\t1\t1\n", "line 2: query '3' is not among the queries"),
-        ("qrels.train", "121352\t0\t7067032\tyes\n", "line 3: grade grade=(a text) is not a whole number"),
+        ("qrels.train", "121352\t0\t7067032\tyes\n", "line 3: grade grade=(a text) is not an integer"),
     ],
 )
 def test_a_bad_line_is_refused_and_left_out_where_problems_are_collected(
@@ -286,7 +286,7 @@ def test_what_ir_datasets_does_not_give_is_one_line_and_leaves_no_half_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, left: list[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ir_datasets", Library(fails))  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"ir-datasets could not give msmarco-passage.*: no route$"):
+    with pytest.raises(DataError, match=r"ir-datasets could not load msmarco-passage.*: no route$"):
         MSMarcoDataModule(download=True, in_memory=False, cache_dir=tmp_path / "cache").setup("fit")
     assert [path.name for path in (tmp_path / "cache").iterdir()] == left
 
@@ -370,13 +370,13 @@ def asked(articles: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda all: asked(all).append(asked(all)[0]), "question 'q1' comes twice"),
-        (lambda all: asked(all)[0].pop("id"), "a question has no text 'id'"),
-        (lambda all: asked(all)[0].update(question=["secret"]), "a question has no text 'question'"),
+        (lambda all: asked(all).append(asked(all)[0]), "question 'q1' occurs twice"),
+        (lambda all: asked(all)[0].pop("id"), "a question has no string 'id'"),
+        (lambda all: asked(all)[0].update(question=["secret"]), "a question has no string 'question'"),
         (lambda all: asked(all)[0].update(question=" "), "question 'q1' has an empty text"),
-        (lambda all: all[0]["paragraphs"][1].pop("context"), "paragraph 2 of article 1 has no text 'context'"),
+        (lambda all: all[0]["paragraphs"][1].pop("context"), "paragraph 2 of article 1 has no string 'context'"),
         (lambda all: all[0]["paragraphs"][1].update(context=" "), "paragraph 2 of article 1 has an empty text"),
-        (lambda all: all[1].pop("title"), "article 2 has no text 'title'"),
+        (lambda all: all[1].pop("title"), "article 2 has no string 'title'"),
         (lambda all: all[1].update(paragraphs="secret"), "article 2 has no list 'paragraphs'"),
         (lambda all: asked(all)[0].update(id="secret \ud800"), "surrogate"),
         (lambda all: asked(all)[0].update(question="secret \ud800"), "surrogate"),

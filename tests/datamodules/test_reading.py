@@ -215,14 +215,14 @@ REFUSED: list[Case] = [
         for line, reason in (
             ("q1\tp9\t1", "passage 'p9' is not in the corpus"),
             ("q9\tp1\t1", "query 'q9' is not among the queries"),
-            ("q2\tp1\t1.5", "score='1.5' is not a whole number"),
-            ("q2\tp1\tsecret", r"score=\(a text\) is not a whole number"),
-            ("q2\tp1\t", "score='' is not a whole number"),
+            ("q2\tp1\t1.5", "score='1.5' is not an integer"),
+            ("q2\tp1\tsecret", r"score=\(a text\) is not an integer"),
+            ("q2\tp1\t", "score='' is not an integer"),
             ("q1\tp1\t2", "already paired on line 2"),
         )
     ),
     *(
-        (judged, "r.jsonl", [{**QREL, "score": grade}], "line 1: grade score=.* is not a whole number")
+        (judged, "r.jsonl", [{**QREL, "score": grade}], "line 1: grade score=.* is not an integer")
         for grade in (1.5, float("nan"), True, None, [1], "1.0", "secret")
     ),
     *((judged, "r.jsonl", [{**QREL, name: BROKEN}], f"line 1: '{name}' .*surrogate") for name in [*QREL][:2]),

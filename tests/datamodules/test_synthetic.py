@@ -119,7 +119,7 @@ def test_an_id_with_two_meanings_is_refused(written: Path, harbour: Path) -> Non
     shutil.copy(harbour / "corpus.jsonl", corpus)
     for path in (queries, written / "qrels" / "train.tsv"):
         path.write_text(path.read_text().replace("genQ2", "e1"))
-    with pytest.raises(DataError, match="'e1' is also that of an evaluation query"):
+    with pytest.raises(DataError, match="'e1' is also the id of an evaluation query"):
         SyntheticDataModule(folder=written, evaluation=PairsDataModule(folder=harbour)).setup()
 
 

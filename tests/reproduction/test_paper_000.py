@@ -243,7 +243,7 @@ def test_the_canaries_of_a_finished_study_stand_beside_those_of_the_paper_and_ar
         paper(public, only=["retrieval", "canaries"], canaries_from=tmp_path / "no").run(parts(tmp_path, resume=True))
     few = parts(tmp_path / "few")
     few = replace(few, make_datamodule=partial(few.make_datamodule, max_passages=4))
-    with pytest.raises(DataError, match=r"max_passages or datamodule\.max_train_queries take a sample"):
+    with pytest.raises(DataError, match=r"raise datamodule\.max_passages and datamodule\.max_train_queries"):
         paper(public, only=["retrieval", "canaries"], canaries=dict, canaries_from=None, canary_queries=1).run(few)
     assert not asked, "refused before the first training"
 
