@@ -22,6 +22,6 @@ def public_t5_path() -> Path:
     folder = Path(__file__).parent / "public_t5"
     if not (folder / "model.safetensors").is_file():
         raise DataError(
-            f"no public T5 in {folder}: install the whole package, or train one with scripts/train_public_t5.py"
+            f"{folder} holds no public T5. Install the whole package, or train one with scripts/train_public_t5.py."
         )
     return folder

@@ -65,7 +65,7 @@ def read_hashes(path: Path) -> frozenset[bytes]:
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
-        raise DataError(f"no hashes of the warm-up's questions at {path}") from error
+        raise DataError(f"{path} does not exist, so no hashes of the warm-up's questions can be read.") from error
     if not data or len(data) % HASH_BYTES:
-        raise DataError(f"{path} has {len(data)} bytes, which is not a whole number of {HASH_BYTES}-byte hashes")
+        raise DataError(f"{path} has {len(data)} bytes, which is not a whole number of {HASH_BYTES}-byte hashes.")
     return frozenset(data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES))

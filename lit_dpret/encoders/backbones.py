@@ -100,7 +100,11 @@ def _download(name: str, revision: str | None) -> Path:
             wanted.append("pytorch_model*.bin")
             folder = fetched()
     except (OSError, ValueError, HfHubHTTPError) as error:
-        why = first_line(error) if answers else "it does not answer, and this model is not in its cache"
+        why = (
+            first_line(error)
+            if answers
+            else "it does not answer or HF_HUB_OFFLINE is set, and this model is not in the local cache"
+        )
         raise ConfigurationError(
             f"encoder={name!r} is not a local folder and could not be loaded from the hub ({why}). Set a "
             "local folder, or encoder=minilm."
@@ -116,7 +120,9 @@ def load_transformer(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         config = transformers.AutoConfig.from_pretrained(folder)
         kinds = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
         if config.is_encoder_decoder and config.model_type not in kinds:
-            raise UnsupportedModelError(f"{folder}: {config.model_type} has a decoder; of those only T5 is supported.")
+            raise UnsupportedModelError(
+                f"{folder}: {config.model_type} has a decoder; of such models only T5 is supported."
+            )
         loader = getattr(transformers, kinds.get(config.model_type, "AutoModel"))
         backbone, report = loader.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -126,7 +132,7 @@ def load_transformer(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         raise UnsupportedModelError(f"{folder} cannot be loaded as a text encoder: {first_line(error)}") from error
     missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
     if missing:
-        raise UnsupportedModelError(f"{folder} lacks {len(missing)} weights of its own model, {missing[0]} among them.")
+        raise UnsupportedModelError(f"{folder} lacks {len(missing)} weights of its own model, such as {missing[0]}.")
     return backbone, tokenizer
 
 
@@ -140,7 +146,7 @@ def load_linear(folder: Path, dtype: torch.dtype) -> nn.Linear:
             state = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
         weight, bias = state["linear.weight"], state.get("linear.bias")
     except (OSError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
-        raise UnsupportedModelError(f"{folder} holds no linear layer that can be read.") from error
+        raise UnsupportedModelError(f"{folder} holds no readable linear layer.") from error
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=dtype)
     linear.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
     return linear
@@ -211,14 +217,14 @@ def refuse_if_padding_counts(
             padded = outputs(filled)[:, : alone.shape[1]]
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError) as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} could not read a text with padding behind it, so texts of several lengths make no "
-            f"batch of it: {first_line(error)} Choose another model."
+            f"{type(model).__name__} cannot read a text that is followed by padding, so texts of different lengths "
+            f"cannot share a batch: {first_line(error)} Choose another model."
         ) from error
     moved = float((padded - alone).abs().max() / alone.abs().max())
     if moved > torch.finfo(alone.dtype).eps ** 0.5:
         raise UnsupportedModelError(
-            f"{type(model).__name__} makes something else of a text when padding stands behind it (by {moved:.2g} of "
-            "its largest number): what it makes of one text would follow from the texts beside it. Choose another one."
+            f"{type(model).__name__} changes its output for a text when padding follows it (by {moved:.2g} of the "
+            "largest value): the output for one text would depend on the others in its batch. Choose another model."
         )
 
 
@@ -226,7 +232,7 @@ def keep_layers(backbone: Any, count: int) -> None:
     """Drop all transformer layers except the first ``count``, in place."""
     have: int = backbone.config.num_hidden_layers
     if not 1 <= count <= have:
-        raise ConfigurationError(f"layers={count}: {type(backbone).__name__} has 1 to {have} layers to keep.")
+        raise ConfigurationError(f"layers={count}: {type(backbone).__name__} can keep 1 to {have} layers.")
     lists = [
         (owner, name, found)
         for owner in backbone.modules()
@@ -234,7 +240,9 @@ def keep_layers(backbone: Any, count: int) -> None:
         if isinstance(found, nn.ModuleList) and len(found) == have
     ]
     if len(lists) != 1:
-        raise UnsupportedModelError(f"layers={count}: {type(backbone).__name__} has no single list of its layers.")
+        raise UnsupportedModelError(
+            f"layers={count}: {type(backbone).__name__} has no single list of layers. Set it to null."
+        )
     owner, name, found = lists[0]
     setattr(owner, name, found[:count])
     backbone.config.num_hidden_layers = count

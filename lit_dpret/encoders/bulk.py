@@ -139,8 +139,8 @@ def embed_piece(encoding: OneSide, dtype: torch.dtype, piece: Piece) -> Embedded
     found = torch.cat([encoding.embed(_ids_of(batch)) for batch in batches])
     if broken := int((~found.isfinite()).any(dim=1).sum()):
         raise DataError(
-            f"{broken} of {len(found)} embeddings hold a NaN or infinity. The encoder's weights are broken, or "
-            "its precision is too low for it: choose float32 or bfloat16."
+            f"{broken} of {len(found)} embeddings hold a NaN or infinity. The encoder's weights are broken, or the "
+            "precision is too low for them: choose float32 or bfloat16."
         )
     return start, found.to(dtype)
 

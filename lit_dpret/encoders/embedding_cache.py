@@ -88,7 +88,7 @@ def encode_to_file(
         raise
     except OSError as error:
         raise StorageError(
-            f"The embeddings {path} cannot be written: {error.strerror or error}. What is finished is kept: mend this "
+            f"The embeddings {path} cannot be written: {error.strerror or error}. The finished part is kept: fix this "
             "and run the same command again."
         ) from error
 
@@ -182,8 +182,8 @@ class Unfinished:
             if isinstance(before, dict) and not restart:
                 changed = sorted(key for key in {*before, *self._begun} if before.get(key) != self._begun.get(key))
                 raise ResumeError(
-                    f"{self._path} was begun with another {', '.join(changed)} and cannot be gone on with. Restore it, "
-                    "or give another folder."
+                    f"{self._path} was begun with another {', '.join(changed)} and cannot be resumed. Restore what it "
+                    "was begun with, or name another folder."
                 )
             self._partial.unlink(missing_ok=True)
             self._journal.unlink(missing_ok=True)
@@ -245,7 +245,7 @@ class Filling:
         for start in groups.starts:
             part = self._part(groups, start)
             if part is None:
-                raise OSError(f"a part of it is not in {self.parts} any more")
+                raise OSError(f"a part is missing from {self.parts}")
             joined[groups.rows(start)] = part
         file.write_window(groups.window_at, joined)
         self._forget_parts()

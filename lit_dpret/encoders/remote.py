@@ -51,7 +51,7 @@ def _worker(
     towers = cut(load_towers(encoder, dtype=dtype), **{f"{side}_max_length": max_length})
     tower = towers.query_encoder if side == "query" else towers.passage_encoder
     if tower.fingerprint() != fingerprint:
-        raise WorkerError(f"{encoder} is another encoder on a worker's machine. Put the same folder there.")
+        raise WorkerError(f"{encoder} is a different encoder on a worker's machine. Put the same folder there.")
     one_side = OneSide(tower, side, device)
     one_side.__enter__()
     return partial(embed_piece, one_side, stored)

@@ -127,8 +127,8 @@ def _read_tower(folder: Path, modules: list[tuple[str, Path]], side: Side) -> To
         linear = str(config.get("activation_function", "")).endswith(".Identity") and not config.get("use_residual")
         if not linear:
             raise UnsupportedModelError(
-                f"{dense}: a Dense with activation {config.get('activation_function')!r} is not linear; only "
-                "Identity is supported."
+                f"{dense}: a Dense with activation {config.get('activation_function')!r} or a residual is not linear; "
+                "only Identity without use_residual is supported."
             )
     return Tower(
         transformer=transformer,
@@ -142,7 +142,7 @@ def _read_tower(folder: Path, modules: list[tuple[str, Path]], side: Side) -> To
 def _read_pooling(folder: Path) -> str:
     config = _json(folder / "config.json")
     if not config.get("include_prompt", True):
-        raise UnsupportedModelError(f"{folder}: pooling that leaves out the prompt is not supported.")
+        raise UnsupportedModelError(f"{folder}: pooling without the prompt (include_prompt=false) is not supported.")
     modes = config.get("pooling_mode") or [mode for mode, key in _POOLING_KEYS.items() if config.get(key)] or "mean"
     modes = [modes] if isinstance(modes, str) else list(modes)
     if len(modes) != 1 or modes[0] not in ("mean", "cls", "max"):
@@ -174,13 +174,13 @@ def save_sentence_transformer(
     if query_encoder.dim != passage_encoder.dim or query.normalise != passage.normalise:
         raise ConfigurationError(
             f"The query side ends in {query_encoder.dim} dimensions (normalise={query.normalise}) and the passage side "
-            f"in {passage_encoder.dim} (normalise={passage.normalise}); they must end in the same space."
+            f"in {passage_encoder.dim} (normalise={passage.normalise}); both must be the same."
         )
     one_backbone = query_encoder.backbone is passage_encoder.backbone
     if one_backbone and query.lower_case != passage.lower_case:
         raise ConfigurationError(
-            f"The sides share one backbone, and lower_case={query.lower_case} for queries is {passage.lower_case} for "
-            "passages; a folder stores it once per backbone. Set the same for both sides, or use separate towers."
+            f"The sides share one backbone, but lower_case is {query.lower_case} for queries and {passage.lower_case} "
+            "for passages; a folder stores it once per backbone. Set the same for both sides, or use separate towers."
         )
     flat = one_backbone and query.pooling == passage.pooling and query_encoder.projection is passage_encoder.projection
     sides: dict[Side, TextEncoder] = {"query": query_encoder, "passage": passage_encoder}

@@ -75,13 +75,15 @@ class TextEncoder(nn.Module):
                 raise ConfigurationError(f"{name}={length} must be at least 1.")
             if limit is not None and length > limit:
                 raise ConfigurationError(
-                    f"{name}={length} is more than the {limit} tokens for which {type(backbone).__name__} places each "
-                    "text by itself. Lower it."
+                    f"{name}={length} exceeds {limit}. Beyond that, {type(backbone).__name__} has no positions for "
+                    "tokens, or positions that depend on the other texts of a batch. Lower it."
                 )
         hold_rotary_positions(backbone)
         width: int = backbone.config.hidden_size
         if projection is not None and projection.in_features != width:
-            raise ConfigurationError(f"A projection from {projection.in_features} dimensions does not fit {width}.")
+            raise ConfigurationError(
+                f"A projection from {projection.in_features} dimensions does not fit {width}, those of the backbone."
+            )
         self.dim = width if projection is None else projection.out_features
         self._refuse_float16()
         refuse_if_padding_counts(
@@ -207,7 +209,7 @@ class TextEncoder(nn.Module):
             encode_to_file(one_side, texts, path, rows, facts={"key": key}, restart=True, progress=progress, over=over)
             stored = mapped(path, len(texts), self.dim, self.wide)
         if stored is None:
-            raise StorageError(f"The cache entry {path} was changed while it was written.")
+            raise StorageError(f"The cache entry {path} was changed while it was written. Run the same command again.")
         return stored
 
     def at_full_length(self, features: Mapping[str, Tensor], side: Side) -> dict[str, Tensor]:
@@ -296,7 +298,9 @@ class TextEncoder(nn.Module):
         kind = weight.device.type
         cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         if weight.dtype == torch.float16 or cast:
-            raise ConfigurationError("T5 overflows in float16; choose bfloat16 (precision=bf16-mixed) or float32.")
+            raise ConfigurationError(
+                "T5 overflows in float16; choose bfloat16 (for training, trainer.precision=bf16-mixed) or float32."
+            )
 
 
 def _require_positive(**sizes: int) -> None:

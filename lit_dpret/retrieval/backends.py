@@ -53,7 +53,7 @@ class Faiss:
         try:
             index = faiss.index_factory(passages.dim, factory, faiss.METRIC_INNER_PRODUCT)
         except RuntimeError as error:
-            raise ConfigurationError(f"search=faiss:{factory} is not an index that faiss can make.") from error
+            raise ConfigurationError(f"search=faiss:{factory} is not an index that faiss can build.") from error
         if device != "cpu":
             index = _on_gpus(faiss, index)
         try:
@@ -86,8 +86,8 @@ class Faiss:
     def propose(self, queries: NDArray[np.float32], count: int) -> NDArray[np.int64]:
         if "Gpu" in type(self.index).__name__ and count > FAISS_GPU_LIMIT:
             raise ConfigurationError(
-                f"faiss searches {FAISS_GPU_LIMIT} deep on a GPU, not {count} (top_k and a margin). Lower task.top_k, "
-                "or search on the CPU."
+                f"On a GPU, faiss finds at most {FAISS_GPU_LIMIT} passages per query, not {count} (task.top_k and a "
+                "margin). Lower task.top_k, or set task.device=cpu."
             )
         return np.asarray(self.index.search(queries, count)[1], dtype=np.int64)
 
@@ -135,7 +135,10 @@ def search_with(
         part = queries[start : start + _QUERIES]
         proposed = torch.from_numpy(back_end.propose(np.ascontiguousarray(part.float().numpy()), count))
         if proposed.numel() and int(proposed.max()) >= len(rows):
-            raise DataError(f"The index names passage {int(proposed.max())} of {len(rows)}: it is of another corpus.")
+            raise DataError(
+                f"The index returned passage {int(proposed.max())}, but there are only {len(rows)} passages: it was "
+                "built over another corpus."
+            )
         scores = canonical_scores(part, rows, proposed.clamp(min=MISSING), cosine=cosine)
         found.append(first_k(keyed(TopK(scores, proposed.clamp(min=MISSING)), rank), k, places))
     if not found:
@@ -175,8 +178,8 @@ def check_search(name: str) -> None:
             raise ConfigurationError('search=scann needs the [scann] extra: pip install "lit-dpret[scann]".')
     elif name != "exact":
         raise ConfigurationError(
-            f"search={name!r} is not one of exact, scann, and faiss:FACTORY with a string that faiss's index_factory "
-            "takes, faiss:Flat for instance."
+            f"search={name!r} is not one of exact, scann and faiss:FACTORY, where FACTORY is a string for faiss's "
+            "index_factory, as in faiss:Flat."
         )
 
 
@@ -188,7 +191,7 @@ def load_faiss() -> Any:
             "faiss-cpu and faiss-gpu are both installed and overwrite each other's files. Uninstall both, then "
             "install one."
         )
-    return optional("faiss", "search=faiss", "lit-dpret[faiss-cpu]", instead="Or take the extra [faiss-gpu].")
+    return optional("faiss", "search=faiss", "lit-dpret[faiss-cpu]", instead="Or install the extra [faiss-gpu].")
 
 
 def _installed(name: str) -> bool:

@@ -59,7 +59,7 @@ class BM25:
     ) -> None:
         how = BM25Settings(**settings)
         if passage_ids is not None and len(passage_ids) != len(passages):
-            raise DataError(f"{len(passages)} passages have {len(passage_ids)} ids.")
+            raise DataError(f"Got {len(passages)} passages, but {len(passage_ids)} ids.")
         self._words: dict[str, Any] = {
             "stopwords": how.stopwords,
             "stemmer": None if how.stemmer is None else Stemmer.Stemmer(how.stemmer),

@@ -75,7 +75,7 @@ def compare_values(
     if a.keys() != b.keys() or any(a[data].keys() != b[data].keys() for data in a):
         raise DataError(f"{names[0]} and {names[1]} were not measured on the same data sets by the same metrics.")
     if not any(a.values()):
-        raise DataError(f"There is nothing to compare {names[0]} with {names[1]} on.")
+        raise DataError(f"There are no values by which to compare {names[0]} with {names[1]}.")
     cells: list[Difference] = []
     for data, values in a.items():
         for metric, first in values.items():

@@ -122,14 +122,14 @@ _MEASURES: dict[MetricKind, tuple[str, Callable[[Gains, Gains, int], Values], st
         "Success", success,
         "share of queries with a relevant passage among the first {k}; what the papers describe as recall",
     ),
-    "mrr": ("MRR", mrr, "one over the rank of the first relevant passage, 0 when it comes after rank {k}"),
+    "mrr": ("MRR", mrr, "one over the rank of the first relevant passage, 0 if it comes after rank {k}"),
     "map": (
         "MAP", average_precision,
         "precision at the rank of each relevant passage among the first {k}, summed, over all relevant passages",
     ),
     "precision": (
         "Precision", precision,
-        "share of relevant passages among the first {k}, divided by {k} also where fewer were returned",
+        "number of relevant passages among the first {k}, divided by {k} even if fewer were returned",
     ),
 }  # fmt: skip
 
@@ -165,7 +165,7 @@ def gains_of_indices(
     if indices.ndim != 2 or len(indices) != len(query_ids):
         raise DataError(f"A ranking of shape {indices.shape} does not rank passages for {len(query_ids)} queries.")
     if indices.size and int(indices.max()) >= len(passage_ids):  # it would be read as a passage of the next query
-        raise DataError(f"A ranking names passage {int(indices.max())} of {len(passage_ids)}.")
+        raise DataError(f"A ranking has the index {int(indices.max())}, but only {len(passage_ids)} passages.")
     position = {name: place for place, name in enumerate(passage_ids)}
     width = max(1, len(passage_ids))
     judged = [

@@ -508,4 +508,7 @@ def refuse_broken(embeddings: Tensor, side: str) -> None:
         return
     broken = int((~unbroken(embeddings)).sum())
     if broken:
-        raise DataError(f"{broken} of {len(embeddings)} {side} embeddings hold a NaN or infinity, or are too long.")
+        raise DataError(
+            f"{broken} of {len(embeddings)} {side} embeddings hold a NaN or infinity, or are too long for a finite "
+            "score."
+        )

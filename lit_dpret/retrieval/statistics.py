@@ -169,13 +169,15 @@ def seed_test(a: Sequence[float], b: Sequence[float]) -> SeedTest:
 
 def _check_level(level: float) -> None:
     if not 0 < level < 1:
-        raise ConfigurationError(f"level={level} must lie strictly between 0 and 1.")
+        raise ConfigurationError(f"level={level} must be above 0 and below 1.")
 
 
 def _vector(name: str, values: ArrayLike, *, least: int = 0, per: str = "query") -> NDArray[np.float64]:
     data = np.asarray(values, dtype=np.float64)
     if data.ndim != 1 or len(data) < least or not np.isfinite(data).all():
-        raise DataError(f"{name} must be one finite number per {per}, not of shape {data.shape} or with NaN.")
+        raise DataError(
+            f"{name} must have one finite number per {per}; got the shape {data.shape}, or a NaN or infinity."
+        )
     return data
 
 

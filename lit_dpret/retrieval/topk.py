@@ -114,7 +114,10 @@ def merged(parts: Sequence[TopK], k: int, *, tie_rank: Tensor) -> TopK:
     Indices count over all shards; each ranking must reach rank ``k`` or cover its whole shard.
     """
     if not parts or k < 1 or len({len(part.scores) for part in parts}) != 1:
-        raise ConfigurationError(f"{len(parts)} rankings cannot be merged into one of k={k} for the same queries.")
+        raise ConfigurationError(
+            f"{len(parts)} rankings cannot be merged with k={k}: at least one is needed, all of the same queries, and "
+            "k of at least 1."
+        )
     return first_k(torch.cat([keyed(part, tie_rank) for part in parts], dim=1), k, places_by_rank(tie_rank))
 
 

@@ -57,7 +57,9 @@ class Ranking:
         if int(broken := scores.isnan().any(dim=1).sum()):
             raise DataError(f"A ranking holds a NaN score in {int(broken)} of {len(scores)} rows.")
         if indices.numel() and not MISSING <= int(indices.min()) <= int(indices.max()) < len(self.passage_ids):
-            raise DataError(f"A ranking has an index outside {MISSING}..{len(self.passage_ids) - 1}, its passages.")
+            raise DataError(
+                f"A ranking has an index outside {MISSING} to {len(self.passage_ids) - 1}, those of its passages."
+            )
         ordered = indices.sort(dim=1).values
         if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != MISSING)).any()):
             raise DataError("A ranking returns the same passage twice for one query.")
@@ -141,7 +143,10 @@ def evaluate(
         depth = run.top.indices.shape[1]
         too_deep = [str(metric) for metric in wanted if depth < min(metric.cutoff, len(run.passage_ids))]
         if too_deep:
-            raise ConfigurationError(f"A ranking of the first {depth} passages cannot answer {', '.join(too_deep)}.")
+            raise ConfigurationError(
+                f"A ranking of the first {depth} passages is too short for {', '.join(too_deep)}. Rank more passages, "
+                "or lower the cut-off."
+            )
         gains, hits = _gains_of_ranking(run, query_ids, qrels)
     else:
         gains, hits = _gains(run, query_ids, qrels)
@@ -216,7 +221,7 @@ def read_run(path: str | Path) -> dict[str, dict[str, float]]:
             raise DataError(f"{where}: the score {fields[4]!r} is not a number.") from None
         passages = run.setdefault(fields[0], {})
         if fields[2] in passages:
-            raise DataError(f"{where}: passage {fields[2]!r} comes twice for query {fields[0]!r}.")
+            raise DataError(f"{where}: passage {fields[2]!r} occurs twice for query {fields[0]!r}.")
         passages[fields[2]] = score
     return run
 
@@ -233,7 +238,7 @@ def read_qrels(path: str | Path) -> dict[str, dict[str, int]]:
         try:
             value = int(grade)
         except ValueError:
-            raise DataError(f"{where}: the grade {grade!r} is not a whole number.") from None
+            raise DataError(f"{where}: the grade {grade!r} is not an integer.") from None
         if passage in qrels.setdefault(query, {}):
             raise DataError(f"{where}: query {query!r} and passage {passage!r} are judged twice.")
         qrels[query][passage] = value
@@ -319,7 +324,7 @@ def read_per_query(folder: Path, metrics: Sequence[str]) -> dict[str, Values]:
         rows = [line.split("\t") for line in lines]
         return {m: np.array([float(row[columns.index(m)]) for row in rows], dtype=np.float64) for m in metrics}
     except (OSError, ValueError, IndexError) as error:
-        raise DataError(f"{path} does not hold the values that were measured: {error}") from error
+        raise DataError(f"{path} does not hold the measured values of each query: {error}") from error
 
 
 def find_runs(path: Path) -> dict[str, Path]:
@@ -335,5 +340,7 @@ def find_runs(path: Path) -> dict[str, Path]:
         return {"run": path / RUN}
     found = {file.parent.relative_to(path).as_posix(): file for file in sorted(path.rglob(RUN))}
     if not found:
-        raise DataError(f"{path} holds no {RUN}. Name a TREC run, or the folder of a task=evaluate or task=zero_shot.")
+        raise DataError(
+            f"{path} holds no {RUN}. Name a TREC run, or a folder that task=evaluate or task=zero_shot wrote."
+        )
     return found

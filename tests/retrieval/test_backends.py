@@ -76,7 +76,7 @@ def test_an_index_that_was_written_and_read_gives_the_same_ranking(tmp_path: Pat
     read = Faiss.read(tmp_path / "index")
     one, other = (search_with(index, queries, passages, 7, tie_rank=rank) for index in (built, read))
     assert torch.equal(one.indices, other.indices)
-    with pytest.raises(DataError, match="of another corpus"):
+    with pytest.raises(DataError, match="over another corpus"):
         search_with(read, queries, passages[:100], 7)
     (tmp_path / "torn").write_bytes((tmp_path / "index").read_bytes()[:200])
     with pytest.raises(DataError, match="index that faiss can read"):
@@ -123,7 +123,7 @@ def test_a_search_that_does_not_exist_or_is_not_installed_is_refused(monkeypatch
     class GpuIndexFlat:
         pass
 
-    with pytest.raises(ConfigurationError, match="2048 deep on a GPU, not 3000"):
+    with pytest.raises(ConfigurationError, match="at most 2048 passages per query, not 3000"):
         Faiss(GpuIndexFlat()).propose(torch.ones(1, 2).numpy(), 3000)
     check_search("exact")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

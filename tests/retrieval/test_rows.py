@@ -307,7 +307,7 @@ def test_stop_words_and_stems_are_settings() -> None:
         (lambda: BM25Settings(b=2.0), ConfigurationError, r"bm25\.b"),
         (lambda: BM25(PASSAGES).search(["x"], k=0), ConfigurationError, "k=0"),
         (lambda: BM25(["", "the"]), DataError, "None of 2 passages"),
-        (lambda: BM25(PASSAGES, ["a"]), DataError, "5 passages have 1 ids"),
+        (lambda: BM25(PASSAGES, ["a"]), DataError, "5 passages, but 1 ids"),
     ],
 )
 def test_settings_of_bm25_out_of_range_are_refused_by_name(

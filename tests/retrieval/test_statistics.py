@@ -159,7 +159,7 @@ ZEROS: Any = {"mrr@1": np.zeros(3)}
         (lambda: seed_test([0.5, float("nan")], [0.4, 0.3]), DataError, "finite"),
         (lambda: seed_interval([0.5, 0.6], level=1), ConfigurationError, "level=1"),
         (lambda: compare_values({"x": ZEROS}, {"y": ZEROS}), DataError, "same data sets"),
-        (lambda: compare_values({}, {}), DataError, "nothing to compare"),
+        (lambda: compare_values({}, {}), DataError, "no values"),
     ],
 )
 def test_what_cannot_be_estimated_or_compared_is_refused(

@@ -253,7 +253,7 @@ def ranking(scores: list[list[float]], indices: list[list[int]], passage_ids: st
         (lambda: ranking([[1.0], [1.0]], [[0], [0]]), DataError, "query id"),
         (lambda: ranking([[1.0, float("nan")]], [[0, 1]]), DataError, "1 of 1 rows"),
         (lambda: ranking([[1.0, 0.5]], [[1, 1]]), DataError, "same passage twice"),
-        (lambda: ranking([[1.0, 0.5]], [[0, 4]]), DataError, "outside -1..3"),
+        (lambda: ranking([[1.0, 0.5]], [[0, 4]]), DataError, "outside -1 to 3"),
         (lambda: ranking([[1.0, 0.5]], [[0, 1]], "aa"), DataError, "same passage id"),
     ],
 )  # fmt: skip

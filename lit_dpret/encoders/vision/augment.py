@@ -64,7 +64,9 @@ class Augmentation:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)} is not a probability.")
         if not 0 <= self.jitter <= 2.5:
-            raise ConfigurationError(f"jitter={self.jitter} must lie between 0 and 2.5, where hue turns all the way.")
+            raise ConfigurationError(
+                f"jitter={self.jitter} must be from 0 to 2.5, at which the hue can take any value."
+            )
 
     def __call__(self, images: Tensor, uniforms: Tensor) -> Tensor:
         """Return one view of each image, float32 between 0 and 1.

@@ -112,7 +112,9 @@ def confusion_matrix(labels: Tensor, predictions: Tensor, *, classes: int) -> Te
         raise DataError(f"Labels of shape {tuple(labels.shape)} and predictions of {tuple(predictions.shape)} differ.")
     for name, values in (("label", labels), ("prediction", predictions)):
         if len(values) and not (int(values.min()) >= 0 and int(values.max()) < classes):
-            raise DataError(f"A {name} lies outside 0 to {classes - 1}: {int(values.min())} to {int(values.max())}.")
+            raise DataError(
+                f"A {name} is outside 0 to {classes - 1}: found {int(values.min())} to {int(values.max())}."
+            )
     counts = torch.bincount(labels * classes + predictions, minlength=classes * classes)
     return counts.reshape(classes, classes)
 
@@ -140,7 +142,7 @@ class ClassificationScores:
     def of(cls, confusion: Tensor, *, beta: float = 1.0) -> ClassificationScores:
         """Return the scores of a confusion matrix (rows: true, columns: predicted)."""
         if confusion.ndim != 2 or confusion.shape[0] != confusion.shape[1] or not confusion.sum() > 0:
-            raise DataError(f"A confusion matrix of shape {tuple(confusion.shape)} must be square and count something.")
+            raise DataError(f"A confusion matrix of shape {tuple(confusion.shape)} must be square and not all zero.")
         if not beta > 0:
             raise ConfigurationError(f"beta={beta} must be positive.")
         counts = confusion.double()

@@ -38,7 +38,7 @@ class EmbeddingNet(nn.Module):
         if min(dim, in_channels, image_size, *channels) < 1:
             raise ConfigurationError(
                 f"EmbeddingNet(dim={dim}, channels={tuple(channels)}, in_channels={in_channels}, "
-                f"image_size={image_size}): every size is at least 1."
+                f"image_size={image_size}): every size must be at least 1."
             )
         layers: list[nn.Module] = []
         size = image_size
@@ -79,8 +79,8 @@ class ResNet18(nn.Module):
             raise ConfigurationError(f"stem={stem!r} is not one of cifar, imagenet.")
         if min(dim, in_channels, groups) < 1 or 64 % groups:
             raise ConfigurationError(
-                f"ResNet18(dim={dim}, in_channels={in_channels}, groups={groups}): sizes are at least 1, and groups "
-                "divides 64."
+                f"ResNet18(dim={dim}, in_channels={in_channels}, groups={groups}): sizes must be at least 1, and "
+                "groups must divide 64."
             )
         opening: list[nn.Module] = [
             _conv(in_channels, 64, size=3 if stem == "cifar" else 7, stride=1 if stem == "cifar" else 2)

@@ -92,11 +92,11 @@ def test_scores_are_those_of_scikit_learn(beta: float) -> None:
 
 
 def test_labels_outside_the_classes_and_empty_matrices_are_refused() -> None:
-    with pytest.raises(DataError, match="label lies outside 0 to 1"):
+    with pytest.raises(DataError, match="label is outside 0 to 1"):
         confusion_matrix(torch.tensor([0, 2]), torch.tensor([0, 1]), classes=2)
-    with pytest.raises(DataError, match="prediction lies outside"):
+    with pytest.raises(DataError, match="prediction is outside"):
         confusion_matrix(torch.tensor([0, 1]), torch.tensor([0, -1]), classes=2)
-    with pytest.raises(DataError, match="count something"):
+    with pytest.raises(DataError, match="not all zero"):
         ClassificationScores.of(torch.zeros(2, 2))
     with pytest.raises(ConfigurationError, match="beta=0"):
         ClassificationScores.of(torch.eye(2), beta=0)
