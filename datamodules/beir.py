@@ -150,8 +150,9 @@ class BeirDataModule(PairsDataModule):
             )
         if (self.root is None) == (not self.download):
             raise ConfigurationError(
-                f"datamodule.root={self.root} and datamodule.download={str(self.download).lower()}: set exactly one, "
-                f"datamodule.root to the folder that holds {self.set.name}, or datamodule.download=true to fetch it."
+                f"datamodule.root={self.root or 'null'} and datamodule.download={str(self.download).lower()}: set "
+                f"exactly one, datamodule.root to the folder that holds {self.set.name}, or datamodule.download=true "
+                "to fetch it."
             )
         self.drop_queries_without_passage = True
         self.folder = self.set.source if self.root is None else self.root

@@ -20,7 +20,7 @@ from lit_dpret.datamodules.pair_file import PairColumns, PairReader
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import FORMATS, Complain, RecordFile, Records, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES, SPLITS, TextUnit
-from lit_dpret.errors import ConfigurationError, DataError, first_line
+from lit_dpret.errors import ConfigurationError, DataError, first_line, told
 from lit_dpret.lazy import optional
 from lit_dpret.settings import require_whole
 
@@ -160,7 +160,12 @@ class HuggingFaceDataModule(PairsDataModule):
             self._store(self.corpus)
         self._rows(refuse)
         if not self.is_local and self.revision is None:
-            rank_zero_warn(f"{self.path} is read without datamodule.revision, so it may change from run to run.")
+            rank_zero_warn(
+                told(
+                    f"{self.path} is read without datamodule.revision, so the data may change from run to run. Set it "
+                    "to a commit of the hub."
+                )
+            )
 
     def file_columns(self) -> dict[str, tuple[str, ...]]:
         """Return the columns of the first row of each split."""

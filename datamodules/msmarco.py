@@ -116,6 +116,7 @@ class MSMarcoDataModule(PairsDataModule):
                 queries=asked.texts,
                 header=_QRELS_COLUMNS,
                 complain=complain,
+                repeated=self.repeated_judgements,
             )
             for query_id in qrels[split]:
                 if queries.setdefault(query_id, asked.texts[query_id]) != asked.texts[query_id]:

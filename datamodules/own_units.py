@@ -125,10 +125,10 @@ class UnitDataModule(SampledDataModule):
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
         """Set the run's unit of privacy, which can only be a record."""
         if unit != OwnUnits.unit:
+            word = "" if unit in _OTHER_UNITS else f", and unit_name={unit!r}"  # unit_name refuses these
             raise ConfigurationError(
                 f"privacy.unit={unit}: the units of a UnitDataModule are those that unit_of names. Leave privacy.unit "
-                f"at {OwnUnits.unit}, and give UnitDataModule a unit_of that names each row's {unit}, and "
-                f"unit_name={unit!r}."
+                f"at {OwnUnits.unit}, and give UnitDataModule a unit_of that names each row's {unit}{word}."
             )
         self._units = None  # names and rows that `unit_of` looks up may have changed since an earlier run
 
@@ -165,8 +165,9 @@ class UnitDataModule(SampledDataModule):
             ) from error
         if (found := as_id(name)) is None:  # NaN differs from itself, and equal tensors differ as keys
             raise DataError(
-                f"unit_of({row}) returned {'an empty text' if isinstance(name, str) else f'a {type(name).__name__}'}: "
-                "the name of a unit must be a string or an integer, so that equal names identify one unit."
+                f"unit_of({row}) returned "
+                f"{'an empty string' if isinstance(name, str) else f'a {type(name).__name__}'}: the name of a unit "
+                "must be a string or an integer, so that equal names identify one unit."
             )
         return found
 

@@ -212,9 +212,11 @@ class PairReader:
         if self._by_text is None:
             texts = self.corpus.texts if self.corpus else {}
             if isinstance(texts, PassageStore):
+                column = self.columns.passage_id
+                advice = f"give {column}" if column else "set datamodule.passage_id_column"
                 raise ConfigurationError(
-                    f"Records without {self.columns.passage_id} are matched to the corpus by their text, for which it "
-                    f"has to be in memory: give {self.columns.passage_id}, or set datamodule.in_memory=true."
+                    "Records without passage ids are matched to the corpus by text, so the corpus must be in memory: "
+                    f"{advice}, or set datamodule.in_memory=true."
                 )
             self._by_text = {text: passage_id for passage_id, text in texts.items()}
         return self._by_text

@@ -131,7 +131,7 @@ def sample(
             qrels[split] = _only(qrels[split], _lowest(qrels[split], max_eval_queries, seed, split))
     domains = {passage: name for passage, name in collection.passage_domains.items() if passage in passages}
     smaller = replace(collection, passages=passages, passage_domains=domains)
-    return _with_qrels(smaller, qrels, "datamodule.max_passages and datamodule.max_train_queries")
+    return _with_qrels(smaller, qrels, "datamodule.max_passages")
 
 
 def _lowest(ids: Iterable[str], count: int, seed: int, label: str) -> set[str]:

@@ -98,7 +98,7 @@ class Records:
 
     def place(self, number: int) -> str:
         """Return ``line 3``, or ``row 3``; 0 means an unknown location."""
-        return f"{self.row_word} {number}" if number else "an earlier one"
+        return f"{self.row_word} {number}" if number else f"an earlier {self.row_word}"
 
     def sound(self, number: int, *reads: Callable[[], Any]) -> list[Any] | None:
         """Return the results of ``reads`` for record ``number``; None after complaining of each distinct fault."""

@@ -131,7 +131,7 @@ def write_silo(folder: Path, silo: Silo) -> dict[str, Any]:
     return counts
 
 
-def read_manifest(folder: str | Path, *, knob: str = "federated.data") -> dict[str, Any]:
+def read_manifest(folder: str | Path, *, knob: str = "the path") -> dict[str, Any]:
     """Read the manifest of a folder of silos, or of one client's folder."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
@@ -146,7 +146,7 @@ def read_manifest(folder: str | Path, *, knob: str = "federated.data") -> dict[s
     return found
 
 
-def silo_folders(folder: str | Path, *, knob: str = "federated.data") -> dict[str, Path]:
+def silo_folders(folder: str | Path, *, knob: str = "the path") -> dict[str, Path]:
     """Return the folder of each client by name, in the manifest's order."""
     names = read_manifest(folder, knob=knob).get("clients")
     if not isinstance(names, dict) or not names:
@@ -165,7 +165,10 @@ def read_silo(folder: str | Path, *, complain: Complain = refuse, verify: bool =
     sums = manifest.get("sha256", {})
     for name in FILES:
         if not (root / name).is_file():
-            raise DataError(f"{root / name} does not exist; check federated.data.", kind="missing file")
+            raise DataError(
+                f"{root / name} does not exist. Restore it, or rebuild the silos (task=build_silos).",
+                kind="missing file",
+            )
         if verify and sums.get(name) != file_sha256(root / name):
             raise DataError(
                 f"{root / name} does not match its manifest: its SHA-256 differs. Rebuild the silos "
@@ -189,7 +192,7 @@ def read_silo(folder: str | Path, *, complain: Complain = refuse, verify: bool =
 
 def _records(path: Path, columns: tuple[str, str], complain: Complain) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield an id, a second text, and the record; complain of repeated ids and missing columns."""
-    file = RecordFile(path, knob="federated.data", complain=complain)
+    file = RecordFile(path, complain=complain)
     seen: set[str] = set()
     for number, record in file:
         try:

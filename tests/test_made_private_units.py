@@ -488,6 +488,13 @@ def test_a_name_of_units_that_are_rows_or_that_is_no_word_is_refused(settings: d
         data(**settings)
 
 
+@pytest.mark.parametrize(("unit", "named"), [("user", True), ("query", False)])
+def test_a_unit_of_the_mode_is_refused_with_a_unit_name_that_is_accepted(unit: str, named: bool) -> None:
+    with pytest.raises(ConfigurationError, match=rf"privacy\.unit={unit}.*each row's {unit}") as refused:
+        data().use_unit(unit)
+    assert ("unit_name='user'" in str(refused.value)) == named == ("unit_name" in str(refused.value))
+
+
 def test_a_bound_on_the_units_of_a_user_contradicts_units_that_are_users(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="max_units_per_user"):
         fit(tmp_path, made(max_units_per_user=3), grouped("user"), max_steps=1)

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
+from lit_dpret import errors
 from lit_dpret.datamodules import HuggingFaceDataModule
 from lit_dpret.datamodules.readers import Problems
 from lit_dpret.datamodules.rows import TextUnit
@@ -201,12 +202,15 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     return library
 
 
-def test_a_name_that_is_no_path_is_read_from_the_hub_at_its_revision(hub: Hub) -> None:
+def test_a_name_that_is_no_path_is_read_from_the_hub_at_its_revision(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     data = HuggingFaceDataModule(path="someone/log", name="en", revision="abc123", **COLUMNS)
     data.prepare_data()
     assert {split: len(found) for split, found in texts(data).items()} == {"train": 2, "dev": 1}
     assert hub.asked[0] == {"path": "someone/log", "name": "en", "revision": "abc123", "streaming": False}
     with pytest.warns(UserWarning, match=r"without datamodule\.revision"):
+        HuggingFaceDataModule(path="someone/log", **COLUMNS).prepare_data()
+    monkeypatch.setattr(errors, "on_command_line", False)
+    with pytest.warns(UserWarning, match="read without revision"):
         HuggingFaceDataModule(path="someone/log", **COLUMNS).prepare_data()
 
 

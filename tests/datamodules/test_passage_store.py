@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_dpret.datamodules import PairsDataModule, layouts, passage_store
+from lit_dpret.datamodules import HuggingFaceDataModule, PairsDataModule, layouts, passage_store
 from lit_dpret.datamodules.layouts import CorpusSettings, open_corpus
 from lit_dpret.datamodules.passage_store import PassageStore, build_store, default_cache, file_key
 from lit_dpret.datamodules.readers import Problems
@@ -280,4 +280,6 @@ def test_pairs_without_passage_ids_need_their_corpus_in_memory(write: Write, tmp
     settings: dict[str, Any] = {"corpus": public, "in_memory": False, "cache_dir": tmp_path / "cache"}
     with pytest.raises(ConfigurationError, match=r"give passage_id, or set datamodule\.in_memory=true"):
         PairsDataModule(pairs=by_text, **settings).setup("fit")
+    with pytest.raises(ConfigurationError, match=r"set datamodule\.passage_id_column, or"):
+        HuggingFaceDataModule(path=by_text, **settings).setup("fit")
     assert [row.passage for row in PairsDataModule(pairs=by_id, **settings).pair_rows()] == ["body 0"]

@@ -32,7 +32,7 @@ Write = Callable[..., Path]
     [
         (BeirDataModule, {"name": "trec-news"}, "datamodule.name='trec-news'"),
         (BeirDataModule, {"name": "cqadupstack", "root": "x"}, "datamodule.name=cqadupstack"),
-        (BeirDataModule, {"name": "scifact"}, "datamodule.root=None and datamodule.download=false"),
+        (BeirDataModule, {"name": "scifact"}, "datamodule.root=null and datamodule.download=false"),
         (BeirDataModule, {"name": "scifact", "root": "x", "download": True}, "datamodule.download=true"),
         (MSMarcoDataModule, {}, "datamodule.folder"),
         (MSMarcoDataModule, {"folder": "x", "download": True}, "datamodule.download=true"),
@@ -230,6 +230,15 @@ def test_a_bad_line_is_refused_and_left_out_where_problems_are_collected(
     problems = Problems()
     found = MSMarcoDataModule(folder=msmarco).read_collection(problems)
     assert problems.total == 1 and found.qrels["train"] == {"121352": {"1": 1, "0": 1}}
+
+
+def test_a_pair_judged_twice_is_refused_and_read_with_the_setting_that_the_refusal_names(msmarco: Path) -> None:
+    with (msmarco / "qrels.train.tsv").open("a", encoding="utf-8") as file:
+        file.write("121352\t0\t0\t3\n")
+    with pytest.raises(DataError, match=r"datamodule\.repeated_judgements"):
+        MSMarcoDataModule(folder=msmarco).setup("fit")
+    read = MSMarcoDataModule(folder=msmarco, repeated_judgements="last").read_collection()
+    assert read.qrels["train"]["121352"]["0"] == 3
 
 
 def test_a_query_with_another_text_in_another_split_is_refused(msmarco: Path) -> None:

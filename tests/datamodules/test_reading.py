@@ -306,7 +306,7 @@ def test_a_file_is_not_read_again_for_every_repeated_id(write: Write) -> None:
     file = RecordFile(write("a.jsonl", '{"_id": "a"}\n' * 100), complain=Problems())
     found = [file.find(number, (("_id",), "a")) for number in range(2, 60)]
     assert found[:20] == [1] * 20 and set(found[20:]) == {0}
-    assert file.place(0) == "an earlier one"
+    assert file.place(0) == "an earlier line"
 
 
 def test_a_row_of_a_hub_that_is_refused_is_named_and_the_others_are_read() -> None:

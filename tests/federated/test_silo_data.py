@@ -77,10 +77,13 @@ def test_a_silo_that_is_not_as_it_was_written_is_refused_by_file_and_line_and_ne
         read_silo(path, verify=False)
     assert "secret" not in str(refusal.value)
     (path / "sentences.jsonl").unlink()
-    with pytest.raises(DataError, match=r"sentences\.jsonl"):
+    with pytest.raises(DataError, match=r"sentences\.jsonl does not exist\. Restore it"):
         read_silo(path)
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"schema": "lit-dpret/silos/2"}))
     with pytest.raises(DataError, match="silos/2"):
+        read_silo(path)
+    manifest.unlink()
+    with pytest.raises(DataError, match=r"manifest\.json does not exist; check the path\."):
         read_silo(path)
 
 
