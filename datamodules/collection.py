@@ -60,7 +60,7 @@ class Collection:
         Guarantees, after it returns:
             - There is at least one passage, one query and one judged query, and no text is empty (except passages with
               ``allow_empty_passages``).
-            - Every qrel names a known query and a known passage, with a whole-number grade.
+            - Every qrel names a known query and a known passage, with an integer grade.
             - Every query is judged in some split, and every train query has a positive passage.
             - No query is both trained on and evaluated on.
 

@@ -363,7 +363,7 @@ def split_name(name: str, where: str) -> str:
     """Return ``train``, ``dev`` or ``test``; refuse other values without showing them: they may be private texts."""
     if name not in SPLIT_NAMES:
         like = len(name) <= 32 and len(name.split()) == 1 and any(known in name.lower() for known in SPLIT_NAMES)
-        shown = repr(name) if like else "(a text)"
+        shown = repr(name) if like else "(text hidden)"
         raise DataError(f"{where}: split {shown} is not one of {', '.join(SPLIT_NAMES)}.")
     return SPLIT_NAMES[name]
 

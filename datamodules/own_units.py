@@ -65,7 +65,7 @@ class UnitDataModule(SampledDataModule):
 
     Args:
         dataset: Has a length, and returns a row by its number. Every row is read once when a run begins.
-        unit_of: Returns the name of a row's unit, given the row's number: a text or a whole number, as
+        unit_of: Returns the name of a row's unit, given the row's number: a string or an integer, as
             ``users.__getitem__`` does; the claim is then about one user. None makes every row a unit of its own.
         unit_name: What all rows with one name represent, such as ``user``; the card shows it instead of ``record``.
         expected_batch_size: As for `SampledDataModule`; it or ``sample_rate`` is needed.

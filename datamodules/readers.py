@@ -146,7 +146,7 @@ class Records:
         """Return the id under ``name``; None if it is missing, null, NaN or empty.
 
         Raises:
-            DataError: The id is neither a text nor a whole number: ignoring it would lose the owner of the row.
+            DataError: The id is neither a string nor an integer: ignoring it would lose the owner of the row.
         """
         value = record.get(name)
         found = as_id(value)
@@ -492,16 +492,17 @@ def shown_columns(names: Iterable[object]) -> tuple[str, ...]:
 
     Example:
         >>> shown_columns(["query-id", "user id", "does my policy cover a flood"])
-        ('query-id', 'user id', '(a text)')
+        ('query-id', 'user id', '(text hidden)')
         >>> shown_columns(["insulin dose", "Ask your doctor how much."])
-        ('(a text)', '(a text)')
+        ('(text hidden)', '(text hidden)')
     """
     found = [str(name) for name in names]
     most = 2 if any(name.strip().lower() in _KNOWN_COLUMNS for name in found) else 1
     if most == 1 and any(len(name.split()) > 1 for name in found):
         most = 0
     return tuple(
-        name if len(name) <= 32 and len(name.split()) <= most and is_unicode(name) else "(a text)" for name in found
+        name if len(name) <= 32 and len(name.split()) <= most and is_unicode(name) else "(text hidden)"
+        for name in found
     )
 
 
@@ -510,10 +511,10 @@ def shown_number(value: object) -> str:
 
     Example:
         >>> shown_number("1.5"), shown_number("insulin dose")
-        ("'1.5'", '(a text)')
+        ("'1.5'", '(text hidden)')
     """
     text = str(value)
-    return repr(text) if re.fullmatch(r"[-+.,\deE]{0,24}|nan|inf|None|True|False", text) else "(a text)"
+    return repr(text) if re.fullmatch(r"[-+.,\deE]{0,24}|nan|inf|None|True|False", text) else "(text hidden)"
 
 
 def kind_of(value: object) -> str:

@@ -216,7 +216,7 @@ def test_every_missing_file_is_told_at_once(msmarco: Path) -> None:
         ("qrels.train", "121352 0 1 1\n", "qrels.train.tsv line 3: 1 columns, but 4 are expected"),
         ("qrels.train", "121352\t0\t5\t1\n", "line 3: passage '5' is not in the corpus"),
         ("qrels.dev.small", "3\t0\t1\t1\n", "line 2: query '3' is not among the queries"),
-        ("qrels.train", "121352\t0\t7067032\tyes\n", "line 3: grade grade=(a text) is not an integer"),
+        ("qrels.train", "121352\t0\t7067032\tyes\n", "line 3: grade grade=(text hidden) is not an integer"),
     ],
 )
 def test_a_bad_line_is_refused_and_left_out_where_problems_are_collected(

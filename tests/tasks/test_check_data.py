@@ -215,7 +215,7 @@ def test_a_column_that_no_record_has_is_one_problem_that_names_the_setting_and_s
     log = write_log(tmp_path)
     log.write_text(log.read_text(encoding="utf-8").replace('"passage"', '"pasage"'), encoding="utf-8")
     (tmp_path / "log.tsv").write_text("does my policy cover floods\tIt does not, unless you ask.\n" * 3)
-    bare = (tmp_path / "log.tsv", "(a text), (a text)", 2)  # a table without a header lacks both
+    bare = (tmp_path / "log.tsv", "(text hidden), (text hidden)", 2)  # a table without a header lacks both
     for file, said, columns in ((log, "pasage", 1), bare):
         with pytest.raises(DataError):
             CheckData().run(job(tmp_path, pairs=file))
