@@ -172,7 +172,7 @@ class PairsDataModule(SampledDataModule):
         if not folder.is_dir():
             raise DataError(
                 f"datamodule.qrels={folder} is not a folder of splits; name the split of a single file: "
-                f"datamodule.qrels.train={folder}."
+                f"datamodule.qrels={{train: {folder}}}."
             )
         if not (files := qrels_files(folder)):
             raise DataError(f"datamodule.qrels={folder} holds none of train.tsv, dev.tsv, test.tsv.")

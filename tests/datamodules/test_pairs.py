@@ -128,7 +128,7 @@ def test_prepare_data_names_a_missing_file_by_its_knob(settings: dict[str, Any],
 
 def test_a_single_qrels_file_needs_the_name_of_its_split(harbour: Path) -> None:
     parts: dict[str, Any] = {"corpus": harbour / "corpus.jsonl", "queries": harbour / "queries.jsonl"}
-    with pytest.raises(DataError, match=r"datamodule\.qrels\.train="):
+    with pytest.raises(DataError, match=r"datamodule\.qrels=\{train: .*\}\."):
         PairsDataModule(**parts, qrels=harbour / "qrels" / "train.tsv").prepare_data()
     twice = {"dev": harbour / "qrels" / "dev.tsv", "valid": harbour / "qrels" / "dev.tsv"}
     with pytest.raises(DataError, match="two files for the split dev"):
