@@ -93,7 +93,7 @@ class Silo:
         return self
 
 
-def write_silos(folder: str | Path, silos: Iterable[Silo], *, facts: Mapping[str, Any], knob: str = "task.out") -> Path:
+def write_silos(folder: str | Path, silos: Iterable[Silo], *, facts: Mapping[str, Any], knob: str = "folder") -> Path:
     """Write silos into a new folder that only its owner can read; ``facts`` go into the manifest.
 
     Guarantees:

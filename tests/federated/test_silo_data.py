@@ -56,7 +56,7 @@ def test_what_is_written_reads_back_for_its_owner_alone_and_its_repr_shows_no_te
 
 
 def test_nothing_is_overwritten_and_a_refused_silo_leaves_nothing_behind(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"task\.out="):
+    with pytest.raises(ConfigurationError, match=r"^folder=.* exists"):
         write_silos(folder, planted_silos(SIZE), facts={})
     broken = Silo("x", {"p": ""}, {"p-s0": "a"}, {"p-s0": "p"}, [SiloQuery("q", "t", ("gone",), "train")])
     with pytest.raises(DataError, match=r"'q' .*'gone'"):
