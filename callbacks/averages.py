@@ -92,7 +92,7 @@ def refuse_averages(trainer: L.Trainer, module: Any, callbacks: list[Any]) -> No
     for callback in found:
         name = type(callback).__name__
         if len(found) > 1:
-            raise ConfigurationError(f"callbacks: {len(found)} of them average the weights ({name}). Keep one.")
+            raise ConfigurationError(f"callbacks: {len(found)} callbacks average the weights ({name}). Keep one.")
         if isinstance(callback, EMAWeightAveraging) and (decay := _decay_of(callback)) is not None:
             _refuse_decay(f"callbacks: {name}.decay", decay)
         first, epoch = (getattr(callback, f"update_starting_at_{what}", None) for what in ("step", "epoch"))
@@ -101,18 +101,18 @@ def refuse_averages(trainer: L.Trainer, module: Any, callbacks: list[Any]) -> No
         if (strategy := strategy_name(trainer)) not in _WHOLE:
             raise ConfigurationError(
                 f"callbacks: {name} under trainer.strategy={strategy} would average the weights of one process, which "
-                "may not have all. Choose trainer=cpu, gpu or ddp."
+                "may not hold all of them. Choose trainer=cpu, gpu or ddp."
             )
         if str(trainer.precision) == "bf16-true":
             raise ConfigurationError(
                 f"callbacks: {name} with trainer.precision=bf16-true would average weights with 8 bits of precision, "
-                "where most updates are lost by rounding. Set trainer.precision=bf16-mixed."
+                "where rounding loses most updates. Set trainer.precision=bf16-mixed."
             )
         if isinstance(callback, StochasticWeightAveraging):
             if any(isinstance(part, _BatchNorm) for part in module.modules()):
                 raise ConfigurationError(
                     "callbacks: StochasticWeightAveraging passes over the private rows again to update BatchNorm's "
-                    "statistics. Replace BatchNorm by GroupNorm, or take Lightning's EMAWeightAveraging.",
+                    "statistics. Replace BatchNorm by GroupNorm, or use Lightning's EMAWeightAveraging.",
                     trap="T11",
                 )
         elif (first or 0) >= trainer.max_steps > 0:
@@ -127,8 +127,8 @@ def refuse_averages(trainer: L.Trainer, module: Any, callbacks: list[Any]) -> No
             )
         elif getattr(callback, "_use_buffers", False) and any(not b.is_floating_point() for b in module.buffers()):
             raise ConfigurationError(
-                f"callbacks: {name}(use_buffers=True) would average whole numbers, such as positions, and round them "
-                "down. Set use_buffers=False: buffers are then taken as they are."
+                f"callbacks: {name}(use_buffers=True) would average integer buffers, such as positions, and round "
+                "them down. Set use_buffers=False: buffers are then copied unchanged."
             )
 
 
@@ -153,7 +153,7 @@ def _refuse_decay(knob: str, decay: Any) -> None:
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
         raise ConfigurationError(
             f"{knob}={decay!r} is not a number in [0, 1), the share of the average that an update keeps: 0.9 averages "
-            "about the last ten."
+            "about the last ten updates."
         )
 
 

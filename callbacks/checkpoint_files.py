@@ -81,7 +81,7 @@ def newest_checkpoint(folder: Path, *, run_id: str | None = None, quiet: bool = 
         try:
             found = _position(path)
             if run_id is not None and found.run_id != run_id:
-                pass_over(path, f"of {found.run_id or 'a run without a ledger'}, and the ledger is of {run_id}")
+                pass_over(path, f"it belongs to {found.run_id or 'a run without a ledger'}, the ledger to {run_id}")
                 continue
             ranked.append(((found.attempt, found.steps_done, path.name == "last.ckpt"), path))
         except ResumeError:  # intact, but of a newer version
@@ -143,11 +143,14 @@ def refuse_other_positions(
     if restored is not None or not begun:
         return
     if trainer.global_step > 0:
-        raise ResumeError("The checkpoint holds no accountant state, but the ledger holds releases.")
+        raise ResumeError(
+            "The ledger holds releases, and the Trainer begins after step 0 without the accountant's state. Use a new "
+            "Trainer, and pass its fit a checkpoint of this run (ckpt_path)."
+        )
     if (own := ranks.share(lambda: None if run is None else _own_checkpoint(trainer, run, run_dir))) is not None:
         raise ResumeError(
-            f"The ledger in {run_dir} holds releases, which would be repeated and charged again. Give "
-            f"trainer.fit(ckpt_path={own!r}) beside resume=true."
+            f"The ledger in {run_dir} holds releases, which would be repeated and charged again. In "
+            f"addition to resume=true, pass trainer.fit(ckpt_path={own!r})."
         )
 
 
@@ -169,7 +172,7 @@ def tell_repeated(run: PrivateRun, first: int, planned: int) -> None:
     last = min(last, planned)
     if last > first:
         how = "with the same noise, at no further cost" if free else "with fresh noise, and are charged again"
-        sys.stderr.write(told(f"resume=true goes on after step {first}: steps {first + 1}-{last} are repeated {how}\n"))
+        sys.stderr.write(told(f"resume=true continues after step {first}: it repeats steps {first + 1}-{last} {how}\n"))
 
 
 def refuse_short_schedules(trainer: L.Trainer, planned: int) -> None:
@@ -200,7 +203,7 @@ def tell_restored_settings(configured: list[dict[str, float]], restored: list[di
         for name in own.keys() & used.keys():
             if own[name] == own[name] and not math.isclose(own[name], used[name], rel_tol=1e-6):
                 rank_zero_warn(
-                    f"configure_optimizers sets {name}={own[name]:g}, and the run goes on with {used[name]:g}, that of "
-                    "its checkpoint. To train with another one, begin another run."
+                    f"configure_optimizers sets {name}={own[name]:g}, but the run continues with {used[name]:g}, the "
+                    "value in its checkpoint. To train with another value, start a new run."
                 )
                 return

@@ -87,7 +87,7 @@ class BetweenSteps:
             progress[part] = dict.fromkeys(progress[part], self._before[part])
 
     def _save_between(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        reason = "the update of a step was not finished, so weights, optimizer and ledger are of different moments"
+        reason = "the update of a step was not finished, so weights, optimizer and ledger do not match"
         if not getattr(self._module, "updating", False):
             try:
                 self._save(filepath, weights_only, storage_options)
@@ -98,7 +98,7 @@ class BetweenSteps:
                 reason = str(refusal).rstrip(".")
         elif not self._trainer.interrupted:
             raise ResumeError(
-                f"The checkpoint {filepath} cannot be written now: {reason}. Request it in on_train_batch_end."
+                f"The checkpoint {filepath} cannot be written now: {reason}. Save it in on_train_batch_end."
             )
         warnings.warn(f"The checkpoint {filepath} was skipped: {reason}. Earlier ones are complete.", stacklevel=2)
 
@@ -239,9 +239,9 @@ class CheckpointGate:
             if self._declare is None:
                 raise ConfigurationError(
                     f"A checkpoint under privacy={self._module.privacy.name} would hold {name}, which changed since "
-                    "the training began: a number of private rows is an uncounted release. Remove it; or list its name "
-                    "in public_metrics of what holds it if it depends on no private row; or set "
-                    "model.log_private_loss=true, and the card will name it and state no epsilon.",
+                    "the training began: a number computed from private rows is an uncounted release. Remove it; or "
+                    "list its name in public_metrics of the object that holds it, if it depends on no private row; or "
+                    "set model.log_private_loss=true, and the card will name it and state no epsilon.",
                     trap="T25",
                 )
             self._declare(f"{name} in a checkpoint")
@@ -267,9 +267,9 @@ class CheckpointGate:
                 continue
             if self._declare is None:
                 raise ConfigurationError(
-                    f"Checkpoints of privacy={self._module.privacy.name} would hold {'.'.join(path)}, which is data "
-                    "and no setting. Make it in setup instead of keeping it in a state; or list its name in "
-                    "public_metrics if no private row is behind it.",
+                    f"Checkpoints of privacy={self._module.privacy.name} would hold {'.'.join(path)}, which is "
+                    "data, not a setting. Build it in setup instead of saving it in a state; or list its name in "
+                    "public_metrics if it depends on no private row.",
                     trap="T25",
                 )
             self._declare(f"{'.'.join(path)} in a checkpoint")

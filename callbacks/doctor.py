@@ -90,7 +90,7 @@ class Examination:
             lines.append(f"{finding.trap:5} {status:{width}}  {finding.title}{cost}")
             lines.append(f"{'':5} {'':{width}}  {finding.text}")
         if yours := [finding.trap for finding in self.findings if finding.status == "yours"]:
-            lines.append(f"Yours to decide, for no program can: {', '.join(yours)}.")
+            lines.append(f"For you to check, since no program can: {', '.join(yours)}.")
         if self.planned is not None and self.planned.plan is not None:
             plan = self.planned.plan
             promise = (
@@ -169,14 +169,14 @@ class _Look:
         if refused:
             return [found("refused", text) for text in refused]
         if guarantee not in trap.modes:
-            return [found("does not apply", f"privacy={mode} makes no claim that it breaks.")]
+            return [found("does not apply", f"privacy={mode} makes no claim that this could break.")]
         if trap.stage == "construction":
             return [found("by construction", trap.instead)]
         if trap.stage == "elsewhere":
             return [found("yours", trap.instead)]
         if not self.passed(trap.stage):
             return [
-                found("not reached", f"Not looked at: the {trap.stage} was not reached, or refused for another reason.")
+                found("not reached", f"Not checked: the {trap.stage} was not reached, or refused for another reason.")
             ]
         return [found("passed", trap.instead)]
 

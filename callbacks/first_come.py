@@ -53,15 +53,16 @@ def refuse_first_come(module: Any, data: Any) -> None:
     pairs = [found[at : at + 2] for at in range(0, len(found), 2)]  # the scale of a single row may be NaN
     if depends_on_the_first([module], [partial(module.collate_rows, pair) for pair in pairs], numbers):
         raise UnsupportedModelError(
-            f"privacy={module.privacy.name} cannot train {type(module).__name__}: what collate_rows makes of a row "
-            "depends on earlier rows, as by a vocabulary or a running mean. Build such tables from public texts.",
+            f"privacy={module.privacy.name} cannot train {type(module).__name__}: what collate_rows returns for a row "
+            "depends on earlier rows, as with a growing vocabulary or a running mean. Build such tables from public "
+            "texts.",
             trap="T11",
         )
     public = getattr(module, "public_metrics", ())
     if names := ", ".join(sorted(name for name in numbers if name.rpartition(".")[2] not in public)):
         rank_zero_warn(
             f"Reading rows changes {names}, and the card trusts that no schedule, optimizer or callback reads it. "
-            "Count by trainer.global_step, or list its name in public_metrics if no private row is behind it."
+            "To count, use trainer.global_step; or list its name in public_metrics if it depends on no private row."
         )
 
 
@@ -208,7 +209,7 @@ def _is_small(value: Any) -> bool:
 def refuse_other_rows() -> NoReturn:
     """Refuse a data set whose rows of a unit depend on the unit that was requested before it."""
     raise DataError(
-        "The training data set gives other rows for a unit when another one was requested before it, which no "
-        "clipping bounds. Let its rows depend only on the requested number (datamodule.train_dataloader).",
+        "The training data set returns other rows for a unit if another unit was requested before it, which no "
+        "clipping bounds. Make its rows depend only on the requested index (datamodule.train_dataloader).",
         trap="T38",
     )

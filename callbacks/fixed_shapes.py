@@ -85,11 +85,11 @@ def refuse_changing_rows(trainer: L.Trainer, module: Any) -> None:
     why = None
     if mode.candidates not in ("rows", "pool"):
         why = (
-            f"privacy={mode.name} bounds how much each pair is weighted, and takes the gradients of other pairs to be "
-            "the same without a record; in low precision they change with the number of records"
+            f"privacy={mode.name} bounds the weight of each pair, and assumes that the other pairs have the same "
+            "gradients without a record; in low precision these change with the number of records"
         )
     elif mode.candidates == "pool" and mode.passage_gradient == "full" and mode.units_at_once > 1:
-        why = f"privacy.units_at_once={mode.units_at_once} takes batches apart again; 1 leaves each unit by itself"
+        why = f"privacy.units_at_once={mode.units_at_once} splits batches by their units; 1 computes each by itself"
     if why is not None:
         way = "Set trainer.precision=32-true."
         raise ConfigurationError(f"{found} under privacy={mode.name}: {why}. {way}", trap="T39")
@@ -100,9 +100,9 @@ def precision_assumptions(trainer: L.Trainer, module: Any) -> list[str]:
     if not rests_on_shapes(trainer, module):
         return []
     return [
-        f"{below_float32(trainer, module)}: a row has the same loss and gradient, to the last bit, whatever stands in "
-        "the other rows of a batch of the same shape. Every physical batch has one shape, and every unit keeps its "
-        "place; that kernels compute rows independently of each other was tested on a CPU."
+        f"{below_float32(trainer, module)}: a row has the same loss and gradient, to the last bit, whatever the "
+        "other rows of a batch of the same shape contain. Every physical batch has one shape, and every unit keeps its "
+        "position; that kernels compute rows independently of each other was tested on a CPU only."
     ]
 
 
@@ -113,7 +113,7 @@ def refuse_changing_shapes(trainer: L.Trainer, module: Any) -> None:
     if getattr(module, "fixed_shapes", False) is False:
         raise ConfigurationError(
             f"{type(module).__name__} has batches of varying shapes (model.fixed_shapes=false), and XLA would "
-            "recompile for each. Train model=generator with model.fixed_shapes=null, or choose another trainer."
+            "recompile for each of them. Train model=generator with model.fixed_shapes=null, or choose another trainer."
         )
     if str(trainer.precision) != "32-true":
         raise ConfigurationError(

@@ -67,7 +67,7 @@ class MetricsFile(Logger):
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             raise StorageError(
-                f"{self._path} cannot be written: {error.strerror}. Free space, then resume=true."
+                f"{self._path} cannot be written: {error.strerror}. Fix that, then continue with resume=true."
             ) from error
 
 
@@ -285,7 +285,7 @@ class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
         folder = Path(self._tracking_uri.removeprefix("sqlite:///")).absolute().parent
         self._artifact_location = (folder / "mlartifacts").as_uri()
         if given and not folder.is_dir():
-            raise ConfigurationError(f"logger.mlflow.tracking_uri={given}: the folder of that file is not there.")
+            raise ConfigurationError(f"logger.mlflow.tracking_uri={given}: the folder of that file does not exist.")
 
     def _connect(self) -> None:
         """Open the store; refuse at once one that does not answer."""

@@ -52,8 +52,8 @@ class Best:
         return cls(bound.eps_lower, alarms)
 
     def describe(self, canaries: int) -> str:
-        told = f"{canaries} canaries show {self.eps_lower:.3g} at most"
-        silent = f", and no guesses of theirs contradict this claim with confidence {ALARM:g}"
+        told = f"{canaries} canaries can show at most {self.eps_lower:.3g}"
+        silent = f", and even perfect guesses would not contradict this claim with confidence {ALARM:g}"
         return told + silent if self.alarms is False else told
 
 
@@ -76,7 +76,7 @@ def audit_results(
     found = [
         AttackResult(
             attack="one-run audit: a fair coin decided for each canary whether it was trained on, and the coins were "
-            f"guessed from what the model had gained; {best.describe(canaries)}",
+            f"guessed from what the model had learned; {best.describe(canaries)}",
             n=canaries,
             metric=f"share of right guesses among {guesses}",
             estimate=right / guesses,
@@ -90,7 +90,7 @@ def audit_results(
     if refutation is not None and at_point is not None:
         found.append(
             AttackResult(
-                attack="the same guesses held against the whole claimed curve, at the delta where they say most",
+                attack="the same guesses compared with the whole claimed curve, at the delta where they show most",
                 n=canaries,
                 metric=BOUND,
                 estimate=at_point.eps_lower,
@@ -173,7 +173,7 @@ class OneRunAudit(Callback):
         if not 0 < max_share <= 1:
             raise ConfigurationError(f"callbacks.audit.max_share={max_share} must be above 0 and at most 1.")
         if not 0 < confidence < 1:
-            raise ConfigurationError(f"callbacks.audit.confidence={confidence} must lie between 0 and 1.")
+            raise ConfigurationError(f"callbacks.audit.confidence={confidence} must be between 0 and 1.")
         require_choice("callbacks.audit.kind", kind, ("random_passage", "own_passage", "echo"))
         CanarySuite(queries=queries).refuse_splits(KNOBS)
         self.run_dir = None if run_dir is None else Path(run_dir)
@@ -221,8 +221,8 @@ class OneRunAudit(Callback):
             )
         if trainer.world_size > 1:
             raise ConfigurationError(
-                f"callbacks.audit with trainer.devices={trainer.world_size} processes: canaries are planted and scored "
-                "in one process. Set trainer.devices=1."
+                f"callbacks.audit in a job of {trainer.world_size} processes: canaries are planted and scored in one "
+                "process. Set trainer.devices=1 and trainer.num_nodes=1."
             )
         if not hasattr(data, "plant"):
             raise ConfigurationError(
@@ -246,9 +246,9 @@ class OneRunAudit(Callback):
         allowed = int(self.max_share * units)
         count = min(MOST, allowed) if self.canaries is None else self.canaries
         if count > allowed or count < LEAST:
-            way = "Raise it, at the price of a model that is trained on more canaries, or set callbacks.audit to null."
+            way = "Raise that share, to train on more canaries, or plant fewer; or set callbacks.audit to null."
             raise ConfigurationError(
-                f"callbacks.audit: {LEAST if self.canaries is None else count} canaries or more are more than "
+                f"callbacks.audit would plant at least {LEAST if self.canaries is None else count} canaries, more than "
                 f"callbacks.audit.max_share={self.max_share:g} of the units. "
                 f"{way if self.max_share < 1 else 'Set callbacks.audit to null, or train on more units.'}"
             )
@@ -299,7 +299,8 @@ class OneRunAudit(Callback):
         best = Best.of(len(self._coins.rows), claim, confidence=self.confidence)
         if best.eps_lower < claim.eps or not best.alarms:
             _log.warning(
-                "callbacks.audit: %s, whatever the run does; %.3g is planned. Raise callbacks.audit.canaries, where "
+                "callbacks.audit: %s, whatever the run does; epsilon %.3g is planned. Raise callbacks.audit.canaries, "
+                "if "
                 "callbacks.audit.max_share allows it.", best.describe(len(self._coins.rows)), claim.eps,
             )  # fmt: skip
 
@@ -354,5 +355,5 @@ def _violation(evidence: Evidence, claim: ClaimedCurve, refutation: Refutation, 
         f"{show_delta(refutation.delta)})-DP, as the ledger says this one is. Evidence of leakage at least "
         f"{evidence.eps_lower:.4g} at delta={show_delta(claim.delta)} (confidence {evidence.confidence:g}), where "
         f"{show_epsilon(claim.eps)} is claimed. The model and its card are written, and the card says what was found: "
-        "publish neither before the defect is known."
+        "publish neither until the defect is found."
     )

@@ -86,12 +86,12 @@ def refuse_other_weights(module: Any, accountant: Any, data: Any, *, part: nn.Mo
         return
     run = unknown[0][1]
     place = f" in {run.folder}" if run.folder else ""
-    way = "Build the module anew, from public weights"
+    way = "Build a new module from public weights"
     if run.folder and (Path(run.folder) / CARD_NAME).is_file():
-        way += f", or start from what that run wrote: init_from={run.folder}"
+        way += f", or start from the model of that run: init_from={run.folder}"
     raise ConfigurationError(
         f"{type(part).__name__} holds weights that a run under privacy={run.privacy} trained{place}, and this card "
-        f"would omit that cost. {way}; or continue that run itself by resume=true in its folder.",
+        f"would omit that cost. {way}; or continue that run itself, with resume=true in its folder.",
         trap="T30",
     )
 
@@ -134,14 +134,14 @@ def _refuse_unknown(
         return
     way = (
         "start from the run that trained them (init_from), or declare that they contain nothing private, which the "
-        "card will name: PrivacyAccountant(init_from_is_public=True)."
+        "card will state: init_from_is_public=true."
         if start is None
-        else f"and load what {start.knob}={start.folder} saved before the module is built (before make_private). Where "
-        "it was trained on with public data since, save it and start in a new process: the card lists that as assumed."
+        else f"and load what {start.knob}={start.folder} saved before the module is built (before make_private). If it "
+        "was trained further on public data, save it and start in a new process: the card lists that as assumed."
     )
     raise ConfigurationError(
         f"{_listed(names)} of {type(part).__name__} was set after the module was built, or trained before it, and not "
-        f"by a run that this one counts. Set weights and buffers in the constructor, {way}",
+        f"by a run that this claim counts. Set weights and buffers in the constructor, {way}",
         trap="T30",
     )
 
@@ -154,25 +154,25 @@ def assumed_weights(module: Any, accountant: Any) -> list[str]:
             return []
         names = set_later(module)
         own = (
-            f"{_listed(names)}, set after {type(module).__name__} was built or trained before, nor into "
+            f"{_listed(names)}, set after {type(module).__name__} was built or trained before, or into "
             if names
             else ""
         )
         return [
-            f"No private data went into {own}other models that were trained in the same process before and that the "
-            "run asks, as declared (init_from_is_public)."
+            f"No private data went into {own}other models that were trained earlier in the same process and that the "
+            "run calls, as declared (init_from_is_public)."
         ]
     asked = module.privacy.guarantee != "none" and not (accountant.resume or accountant.counted_by_others)
     if not asked or (file := _other_weights_in(start, module)) is None:
         return []
     rank_zero_warn(told(
         f"{start.knob}={start.folder}: no parameter of {type(module).__name__} is equal to one in the files of that "
-        f"run (as {file.relative_to(start.folder)}). If another private run trained them, name that one: the card "
-        "lists this as not verified."
+        f"run (such as {file.relative_to(start.folder)}). If another private run trained them, name that run: the "
+        "card lists this as not verified."
     ))  # fmt: skip
     return [
-        f"No private data but those behind {start.facts['name']} went into the weights that {type(module).__name__} "
-        "began with, though none of them was found in the files of that run."
+        f"Only the private data behind {start.facts['name']} went into the weights that {type(module).__name__} "
+        "began with, although none of these weights was found in the files of that run."
     ]
 
 

@@ -96,36 +96,36 @@ def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
     mode = type(module.privacy)
     own = dict.fromkeys(_own_code([module, data, trainer], apart=mode))
     if module.privacy.guarantee == "inherited":
-        text = "this code reads no private data, which the claim of the data set that was trained on does not cover."
+        text = "this code reads no private data, which the claim of the training data would not cover."
         return [f"{', '.join(own)}: {text}"] if own else []
     bound = [] if mode.__module__.startswith(_KNOWN) else [
-        f"{mode.__name__} is a privacy mode from outside lit-dpret: that one unit moves the sum of a step by no more "
-        "than this card says rests on its code. Its noise was measured in every step."
+        f"{mode.__name__} is a privacy mode from outside lit-dpret: its code is trusted to let one unit move the sum "
+        "of a step by no more than this card says. Its noise was measured in every step."
     ]  # fmt: skip
     if not own:
         return bound
     if kept := ", ".join(dict.fromkeys(f"{owner}.{name}" for owner, name, _ in _saved(module, data))):
-        bound.append(f"Nothing of a private row is in the hyper-parameters that checkpoints and logs keep: {kept}.")
+        bound.append(f"Nothing from a private row is in the hyper-parameters that checkpoints and logs keep: {kept}.")
     if kept := ", ".join(dict.fromkeys(_keep_states([module, data, *trainer.callbacks]))):  # type: ignore[attr-defined]
-        bound.append(f"Nothing of a private row is in what checkpoints keep of {kept} beside trained weights.")
-    what = "the loss of a row, with the random numbers in it, depends on no other row"
+        bound.append(f"Nothing from a private row is in what checkpoints keep of {kept} besides trained weights.")
+    what = "the loss of a row, including its random numbers, depends on no other row"
     if mode.candidates not in ("rows", "pool"):
         what = (
-            "what a row is embedded as, with the random numbers in it, and whether two rows are each other's negatives "
-            "(answers), depend on no further row, and the loss of their similarities on nothing else"
+            "the embedding of a row, including its random numbers, and whether two rows are negatives of each other "
+            "(answers), depend on no further row, and the loss depends on their similarities alone"
         )
     examined = (
-        "Samples of it were examined while the run trained, and nothing was found; that proves none of it."
+        "Samples of it were checked during the run, and nothing was found; that is no proof."
         if hasattr(module, "examine_collation")
-        else "None of it was examined: the training step is its own. Test it with assert_private."
+        else "None of it was checked, because the training step is custom. Test it with assert_private."
     )
     text = (
-        f"{', '.join(own)}: in this code, {what}, and nothing of a private row ends the run, sets a learning rate, "
-        f"changes an update or a weight, or reaches a file. {examined} No private data went into what it reads beside "
-        "its rows and the trained weights: other models, labels, tables."
+        f"{', '.join(own)}: in this code, {what}, and no private row ends the run, sets a learning rate, changes an "
+        f"update or a weight except by its clipped gradient, or reaches a file. {examined} No private data went into "
+        "anything else that it reads in addition to its rows and the trained weights: other models, labels, tables."
     )
     public = ", ".join(getattr(module, "public_metrics", ()))
-    return [*bound, text] + ([f"No private row is behind {public} but through trained weights."] if public else [])
+    return [*bound, text] + ([f"Private rows affect {public} only through the trained weights."] if public else [])
 
 
 def _own_code(roots: Sequence[Any], *, apart: type) -> Iterator[str]:
@@ -286,16 +286,16 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
     dataset = loader.dataset
     if hasattr(dataset, "__len__") and len(dataset) != sampler.units:
         raise DataError(
-            "The training data set does not have as many units as datamodule.n_units said when the run was planned: "
-            "both must be one number (datamodule.train_dataloader).",
+            "The training data set does not have the number of units in datamodule.n_units, for which the run was "
+            "planned. Make the two equal (datamodule.train_dataloader).",
             trap="T38",
         )
     if _is_ours(dataset):
         units = getattr(dataset, "units", dataset)
         if (grouped := getattr(units, "unit", sampler.unit)) != sampler.unit:
             raise DataError(
-                f"The training data are grouped by {grouped} where privacy.unit={sampler.unit}, so epsilon would be "
-                "false: group them by the unit passed to datamodule.use_unit.",
+                f"The training data are grouped by {grouped}, but privacy.unit={sampler.unit}, so epsilon would be "
+                "false. Group them by the unit passed to datamodule.use_unit.",
                 trap="T38",
             )
         if hasattr(units, "dataset"):  # a user's data set, read row by row
@@ -308,8 +308,8 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
             draw, rows = answer_of(dataset[Draw(unit, 0, 0, False)])
             if draw.unit != unit:
                 raise DataError(
-                    f"The training data set answers for unit {draw.unit} where unit {unit} was drawn. dataset[draw] "
-                    "must return the draw itself (datamodule.train_dataloader).",
+                    f"The training data set returns unit {draw.unit}, but unit {unit} was drawn. dataset[draw] must "
+                    "return the draw that it was given (datamodule.train_dataloader).",
                     trap="T38",
                 )
             keys = row_keys(rows, sampler.unit, or_row=True)
@@ -362,9 +362,9 @@ def refuse_replaced_rows(data: Any, stream: KeyedStream, begun: str | None) -> N
     """
     if begun not in (None, data.data_fingerprint(bytes.fromhex(stream.tag("data-fingerprint")))):
         raise DataError(
-            "The training data are others, or in another order, than when the run was planned, so a unit would hold "
-            "rows of somebody else. Leave them as they are from setup on (callbacks, train_dataloader), and augment "
-            "rows in dataset[draw] or collate_rows.",
+            "The training data, or their order, changed since the run was planned, so a unit would hold rows of "
+            "another one. Do not change them after setup (in callbacks or train_dataloader); augment rows in "
+            "dataset[draw] or collate_rows.",
             trap="T38",
         )
 
@@ -387,8 +387,9 @@ class UnchangedUnits:
         for unit, rows, content in zip(together, read, contents, strict=True):
             if None not in (rows, content) and readable_content(rows) != content:
                 raise DataError(
-                    f"The training data set writes into the rows of unit {unit} when it reads other units, as where "
-                    "all rows are views of one buffer. Let dataset[draw] return copies (array.copy(), tensor.clone()).",
+                    f"The training data set overwrites the rows of unit {unit} when it reads other units, as happens "
+                    "if all rows are views of one buffer. Return copies from dataset[draw] (array.copy(), "
+                    "tensor.clone()).",
                     trap="T38",
                 )
 
@@ -399,7 +400,7 @@ class UnchangedUnits:
             if None not in (before, after) and before != after:
                 raise DataError(
                     f"The training data set gives unit {unit} other rows than when the run began, which no clipping "
-                    "bounds. Leave it as it is during a run, and augment rows in dataset[draw] or collate_rows.",
+                    "bounds. Do not change it during a run; augment rows in dataset[draw] or collate_rows.",
                     trap="T38",
                 )
 
@@ -447,18 +448,18 @@ def refuse_false_bound(mode: Any, data: Any) -> None:
         return
     if getattr(data, "unit_name", None) == "user":
         raise ConfigurationError(
-            f"privacy.max_units_per_user={bound} counts the units of a user, and datamodule.unit_name=user says that a "
-            "unit is one. Leave the bound null."
+            f"privacy.max_units_per_user={bound} counts the units of a user, but datamodule.unit_name=user says that a "
+            "unit is a whole user. Set the bound to null."
         )
     units = data.train_units()
     if units.duplicates == "merge":
         raise ConfigurationError(
-            f"privacy.max_units_per_user={bound} cannot go with datamodule.duplicates=merge: a merged unit may belong "
-            "to several people. Set datamodule.duplicates=keep, or leave the bound null."
+            f"privacy.max_units_per_user={bound} cannot be combined with datamodule.duplicates=merge: a merged unit "
+            "may belong to several people. Set datamodule.duplicates=keep, or set the bound to null."
         )
     most = units.most_units_of_a_user()
     if most is not None and most > bound:
         raise ConfigurationError(
             f"privacy.max_units_per_user={bound} contradicts these data: a user id has more {mode.unit} units than "
-            "that. Declare a bound that holds, take rows out of the data, or set privacy.unit=user."
+            "that. Declare a bound that holds, remove rows from the data, or set privacy.unit=user."
         )

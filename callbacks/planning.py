@@ -137,8 +137,8 @@ def plan_run(
             knob = "duplicates" if budget.duplicates != plan.budget.duplicates else "unit_by"
             raise ConfigurationError(
                 f"privacy={mode.name} plans for datamodule.{knob}={getattr(plan.budget, knob)}, and the data have "
-                f"{getattr(budget, knob)}. Make the plan of the mode by PrivacyPlan.build, which takes it from the "
-                "data."
+                f"{getattr(budget, knob)}. Build the mode's plan with PrivacyPlan.build, which reads the value from "
+                "the data."
             )
         if start is not None:
             start.check_plan(plan)

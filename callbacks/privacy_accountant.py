@@ -268,8 +268,8 @@ class PrivacyAccountant(RunLedgers):
         module: Any = pl_module
         if module.privacy is not self._mode:
             raise ConfigurationError(
-                f"privacy of {type(module).__name__} was replaced after the run was planned. Give the mode to the "
-                "module's constructor, and leave it."
+                f"privacy of {type(module).__name__} was replaced after the run was planned. Pass the mode to the "
+                "module's constructor, and do not replace it."
             )
         if self.plan is not None:
             self._ranks.together(lambda: self._examine_data(trainer, pl_module))
@@ -413,8 +413,8 @@ class PrivacyAccountant(RunLedgers):
             return
         self._gate.forfeit()
         raise ConfigurationError(
-            f"An optimizer makes update {updates}, and {self._gate.granted} steps were granted. Give "
-            f"{type(self._module).__name__} a per_row_loss, and leave training_step as PrivateModule has it.",
+            f"An optimizer makes update {updates}, but only {self._gate.granted} steps were granted. Define "
+            f"per_row_loss in {type(self._module).__name__}, and do not override the training_step of PrivateModule.",
             trap="T7",
         )
 

@@ -134,8 +134,8 @@ class PrivacyCard(Callback):
         trained = text_hashes(train_queries(data))
         if len(self._overlapping & set(trained)) > SHARED_BY_CHANCE * len(self._overlapping):
             raise ConfigurationError(
-                "callbacks.card.pretraining_overlap was counted on queries of which over a tenth are train queries of "
-                "this run: a release without noise. Count on other queries, or leave it null.",
+                "callbacks.card.pretraining_overlap was computed on queries of which over a tenth are train queries of "
+                "this run: a release without noise. Compute it on other queries, or set it to null.",
                 trap="T25",
             )
 
@@ -145,7 +145,7 @@ class PrivacyCard(Callback):
         callbacks: list[Any] = [each for each in trainer.callbacks if each in counting]  # type: ignore[attr-defined]
         if len(callbacks) == 2 and callbacks[0] is self:
             raise ConfigurationError(
-                "callbacks: the last record of PrivacyAccountant comes after PrivacyCard has written. Put "
+                "callbacks: PrivacyAccountant would write its last record after PrivacyCard has written the card. Put "
                 "PrivacyAccountant first."
             )
 
@@ -158,7 +158,7 @@ class PrivacyCard(Callback):
         if (other := next((path for path in sorted(model.rglob("*")) if path.is_file()), None)) is not None:
             raise ConfigurationError(
                 f"{model}, where the weights and their card go, holds other files ({other.name}). Set "
-                "callbacks.card.run_dir, or the Trainer's default_root_dir, to a folder of this run alone."
+                "callbacks.card.run_dir, or the Trainer's default_root_dir, to a folder that only this run uses."
             )
 
     def _register(self, trainer: L.Trainer, module: Any) -> None:
@@ -174,7 +174,7 @@ class PrivacyCard(Callback):
     def _declared(self) -> list[Assumption]:
         if self.overlap is None or self.overlap["whose"] != "public":
             return []
-        text = "The queries that were looked for in the corpus of the overlap check are public, as declared."
+        text = "The queries that the overlap check looked for in its corpus are public, as declared."
         return [Assumption(text, "unverified")]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -87,7 +87,7 @@ class PublicValidation(Callback):
         trained = getattr(data, "dataset", None)
         if trained is not None and _whole(getattr(self.dataloader, "dataset", None)) is _whole(trained):
             raise ConfigurationError(
-                "PublicValidation reads the data set of the training, whose rows are private, also held-out ones. Give "
+                "PublicValidation reads the training data set, whose rows are private, including held-out ones. Give "
                 "it public rows, or validate after the run.",
                 trap="T25",
             )
@@ -104,9 +104,9 @@ class PublicValidation(Callback):
                 )  # fmt: skip
         if found > self.equal_rows:
             raise ConfigurationError(
-                f"PublicValidation reads {found} rows that hold what rows of the training data set hold, which are "
-                "private, also held-out ones. Give it public rows, or validate after the run; if they are equal by "
-                f"coincidence, declare it: PublicValidation(..., equal_rows={found}), which the card states.",
+                f"PublicValidation reads {found} rows whose content equals that of rows in the training data set, "
+                "which are private, including held-out ones. Give it public rows, or validate after the run; if they "
+                f"are equal by coincidence, declare PublicValidation(..., equal_rows={found}), which the card states.",
                 trap="T25",
             )
 
@@ -170,7 +170,7 @@ class PublicValidation(Callback):
         if other := sorted({*found} ^ {*self.public_metrics}):
             raise ConfigurationError(
                 f"PublicValidation(metrics={list(self.public_metrics)}) and validation_step, which logs "
-                f"{sorted(found)}, differ in {other[0]!r}. Name all that it logs.",
+                f"{sorted(found)}, differ in {other[0]!r}. Name exactly what it logs.",
                 trap="T25",
             )
         return found
@@ -204,7 +204,7 @@ class _Logged:
         how = getattr(reduce_fx, "__name__", str(reduce_fx))
         if how not in ("mean", "sum", "min", "max"):
             raise ConfigurationError(
-                f"self.log({name!r}, reduce_fx={how}): PublicValidation knows mean, sum, min, max."
+                f"self.log({name!r}, reduce_fx={how}): PublicValidation supports only mean, sum, min, max."
             )
         self._reduced[name] = how
         size = batch_size or (1 if self.batch is None else extract_batch_size(self.batch))

@@ -147,7 +147,9 @@ def complaints(trainer: L.Trainer, module: Any, data: Any) -> list[LitDpretError
 def _is_private_module(run: Candidate) -> None:
     if not hasattr(run.module, "privacy") or not hasattr(run.module, "receive_guard"):
         raise ConfigurationError(
-            f"{type(run.module).__name__} is not a PrivateModule: the accountant could not see its releases.", trap="T7"
+            f"{type(run.module).__name__} is not a PrivateModule: the accountant could not see its releases. Derive it "
+            "from PrivateModule, or wrap it by make_private.",
+            trap="T7",
         )
 
 
@@ -157,7 +159,7 @@ def _is_built(run: Candidate) -> None:
         if isinstance(parameter, UninitializedParameter):
             raise ConfigurationError(
                 f"{name} of {type(run.module).__name__} has no shape yet (a lazy layer), and the run is planned now. "
-                "Send a public batch through the layer before trainer.fit, or give its sizes."
+                "Pass a public batch through the layer before trainer.fit, or set its sizes."
             )
 
 
@@ -184,7 +186,7 @@ def refuse_endless_losses(module: Any) -> None:
     if losses is not None and not bool(losses.isfinite().any()):
         raise ConfigurationError(
             f"The loss of {type(module).__name__} is {losses.flatten()[0].item()} on rows that are no data (random "
-            "words, or public_rows), and the budget would be spent on noise alone. Mend per_row_loss or its "
+            "words, or public_rows), and the budget would be spent on noise alone. Correct per_row_loss or its "
             "temperature."
         )
 
@@ -225,7 +227,7 @@ def _supported_strategy(run: Candidate) -> None:
 def _carries_a_card(run: Candidate) -> None:
     if not hasattr(run.data, "privacy_card_path"):
         raise ConfigurationError(
-            f"privacy=synthetic trains on data with a privacy card, and that of {type(run.data).__name__} has none. "
+            f"privacy=synthetic trains on data with a privacy card, and {type(run.data).__name__} reads none. "
             "Choose datamodule=synthetic, or another privacy mode.",
             trap="T27",
         )
@@ -272,8 +274,8 @@ def _shows_nothing_beside_a_total(run: Candidate) -> None:
         shown.append("model.log_private_loss=true")
     if shown:
         raise ConfigurationError(
-            f"{shown[0]} shows uncounted numbers of private rows, and no total of privacy.dataset_ledger={ledger} "
-            "would hold any more. Remove one of the two."
+            f"{shown[0]} shows uncounted numbers of private rows, so the total of privacy.dataset_ledger={ledger} "
+            "would no longer be true. Remove one of the two."
         )
 
 
@@ -297,7 +299,8 @@ def _chooses_by_no_other_claim(run: Candidate) -> None:
         if callback.monitor in spending:
             raise ConfigurationError(
                 f"{type(callback).__name__}(monitor={callback.monitor!r}) chooses by synthetic queries, whose own "
-                "epsilon no card would state. Keep the last checkpoint, or monitor callbacks.evaluation.data=public.",
+                "epsilon no card would state. Keep the last checkpoint, or evaluate on public queries "
+                "(callbacks.evaluation.data=public).",
                 trap="T25",
             )
 
@@ -345,7 +348,7 @@ def _artefacts_behind(trainer: L.Trainer, module: Any, data: Any) -> list[Path]:
 
 
 _PUBLISHED = (
-    "it is published, and the queries are protected. Take a text of public data, or leave a hyper-parameter out, as by "
+    "it is published, and the queries are protected. Use public words, or leave a hyper-parameter out, as with "
     "self.save_hyperparameters(ignore=[...])."
 )
 #: Logger attributes with one of these in their names are locations, which are not sent.
@@ -406,7 +409,7 @@ def _takes_its_steps(run: Candidate) -> None:
     if every:
         raise ConfigurationError(
             f"trainer.reload_dataloaders_every_n_epochs={every} would discard prefetched parts of a logical batch. Set "
-            "it to 0: the sampler draws anew each step."
+            "it to 0: the sampler draws again at each step."
         )
 
 
@@ -415,7 +418,7 @@ def _has_not_trained(run: Candidate) -> None:
     if run.trainer.global_step and not run.resumes:
         raise ConfigurationError(
             f"This Trainer has made {run.trainer.global_step} steps in an earlier fit, and would make fewer than are "
-            "planned. Give each run a Trainer of its own."
+            "planned. Use a new Trainer for each run."
         )
 
 
@@ -434,7 +437,7 @@ def _has_fresh_callbacks(run: Candidate) -> None:
         if kept:
             raise ConfigurationError(
                 f"{type(callback).__name__} keeps what it measured or averaged in an earlier fit, which no claim of "
-                "this run covers. Give each run callbacks of its own."
+                "this run covers. Use new callbacks for each run."
             )
 
 
@@ -506,21 +509,21 @@ def _ends_for_no_private_row(run: Candidate) -> None:
 
 
 _TIMES = (
-    "{} writes down, or ends the run by, times, memory or losses of private steps, which depend on the data in them. "
-    "Remove it, and fix the length by trainer.max_steps; callbacks=with_throughput shows the speed on the terminal."
+    "{} records, or ends the run by, times, memory or losses of private steps, which depend on the data in them. "
+    "Remove it, and set the length by trainer.max_steps; callbacks=with_throughput shows the speed on the terminal."
 )
 #: Lightning callbacks refused in every run under a guarantee: the classes, the trap, and the reason.
 _REFUSED_CALLBACKS: tuple[tuple[tuple[type, ...], str, str], ...] = (
     (
         (LearningRateFinder, BatchSizeFinder), "T25",
-        "{} trains on private data to choose a setting: that is a release nobody counts. Remove it, and fix the "
+        "{} trains on private data to choose a setting, which is an uncounted release. Remove it, and choose the "
         "setting beforehand.",
     ),
     (
         (BaseFinetuning, ModelPruning), "T14",
-        "{} changes which parameters are trained during the run, and what is clipped and noised is fixed before the "
-        "first step. Freeze parameters in the constructor of the module, and train in two runs with init_from if more "
-        "of them are to be trained later.",
+        "{} changes which parameters are trained during the run, but what is clipped and noised is fixed before the "
+        "first step. Freeze parameters in the constructor of the module, and use two runs with init_from to train "
+        "more of them later.",
     ),
     ((Timer,), "T35", _TIMES.replace("{}", "trainer.max_time")),
     ((DeviceStatsMonitor, ThroughputMonitor, SpikeDetection), "T35", _TIMES),

@@ -90,15 +90,15 @@ class RetrievalEvaluation(Callback):
             require_choice(f"{knob}.data", self.data, get_args(DevData))
         if self.card_entry and self.data != "private":
             raise ConfigurationError(
-                f"{knob}.card_entry=true is for data=private; with data={self.data} nothing leaks."
+                f"{knob}.card_entry=true is only for data=private, and data={self.data}. Leave it false."
             )
         require_whole(knob, self, 1, "every_n_steps")
         require_whole(knob, self, 1, "max_queries", null=True)
         parsed = [Metric.parse(name) for name in self.metrics]
         if not parsed or self.top_k < max(metric.cutoff for metric in parsed):
             raise ConfigurationError(
-                f"{knob}.top_k={self.top_k} cannot answer metrics={list(self.metrics)}: name at least one, none deeper "
-                "than that."
+                f"{knob}.top_k={self.top_k} cannot compute metrics={list(self.metrics)}: name at least one, and none "
+                "with a cutoff above top_k."
             )
         self.metrics = tuple(str(metric) for metric in parsed)
         self.last: EvaluationResult | None = None
@@ -145,8 +145,8 @@ class RetrievalEvaluation(Callback):
         source = self.datamodule if self.datamodule is not None else data
         if self.data == "public" and (card := card_of_data(source, self.split)) is not None:
             raise ConfigurationError(
-                f"callbacks.evaluation.data=public, but a privacy card lies with the {self.split} queries ({card}). "
-                "Set callbacks.evaluation.data=synthetic, or evaluate on others.",
+                f"callbacks.evaluation.data=public, but the {self.split} queries have a privacy card ({card}). Set "
+                "callbacks.evaluation.data=synthetic, or evaluate on other queries.",
                 trap="T25",
             )
         if self.data == "synthetic":
@@ -161,7 +161,7 @@ class RetrievalEvaluation(Callback):
         if trains_on(data, queries, users_of=source if module.privacy.unit == "user" else None):
             raise ConfigurationError(
                 f"callbacks.evaluation.data=public, but over a tenth of callbacks.evaluation.split={self.split} are "
-                "train queries of the run, or of its users. Evaluate on others, leave them out of the training "
+                "train queries of the run, or of its users. Evaluate on others, omit them from training "
                 "(datamodule.drop_overlap=true), or split by users (lit-dpret check_data task.split_by=user).",
                 trap="T25",
             )
@@ -206,8 +206,8 @@ class RetrievalEvaluation(Callback):
         self.refuse_undeclared(pl_module, data)
         if not all(hasattr(pl_module, name) for name in ("encode_queries", "encode_passages")):
             raise UnsupportedModelError(
-                f"RetrievalEvaluation ranks by encode_queries and encode_passages, and {type(pl_module).__name__} has "
-                "none. Take it out of the callbacks."
+                f"RetrievalEvaluation ranks by encode_queries and encode_passages, and {type(pl_module).__name__} "
+                "lacks them. Remove it from the callbacks."
             )
         source = self.datamodule if self.datamodule is not None else data
         Ranks.here().share(lambda: setattr(self, "_loaded", self._load(source)))
@@ -256,7 +256,7 @@ class RetrievalEvaluation(Callback):
     def measure(self, module: Any) -> EvaluationResult:
         """Return the metrics of a module, with intervals and values per query; ``setup`` must have loaded the data."""
         if self._loaded is None:
-            raise ConfigurationError("RetrievalEvaluation has no data before the fit has set it up.")
+            raise ConfigurationError("RetrievalEvaluation has no data before a fit has set it up.")
         queries, qrels, passages = self._loaded
         ids = list(passages)
         top = search(

@@ -45,8 +45,8 @@ def refuse_shared_files(loader: Any, read: Callable[[int], Any], rows: int, *, w
     moved = partial(_moved_by_a_worker, loader, read, sorted({0, rows // 2, rows - 1}))
     if holds is not None or (moved() and moved()):  # twice, as another thread of this process may have read a file
         raise DataError(
-            f"{whose} holds an open {holds or 'file'}, whose place the {loader.num_workers} worker processes of the "
-            f"loader would share. Set num_workers=0 ({knob}), or let each process open it for itself (os.getpid()).",
+            f"{whose} holds an open {holds or 'file'} that the {loader.num_workers} worker processes of the loader "
+            f"would share, with its offset. Set num_workers=0 ({knob}), or open it in each process (os.getpid()).",
             trap="T38",
         )
 

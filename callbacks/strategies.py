@@ -75,7 +75,7 @@ def refuse_unsupported(trainer: L.Trainer, mode: Any) -> None:
     reason = row.reason_against(mode, engine)
     if row.name.startswith("xla") and getattr(mode, "noise", "gaussian") == "discrete":
         raise ConfigurationError(
-            f"privacy.noise=discrete was never tried under trainer.strategy={row.name}. Set privacy.noise=gaussian, or "
+            f"privacy.noise=discrete is not tested under trainer.strategy={row.name}. Set privacy.noise=gaussian, or "
             "train on a CPU or a GPU.",
             trap="T23",
         )
@@ -142,15 +142,15 @@ def refuse_own_optimizers(trainer: L.Trainer, module: Any) -> None:
         raise ConfigurationError(f"{who} returned {count} optimizers: a noised step is made by one, so return one.")
     if isinstance(found[0], torch.optim.LBFGS):
         raise ConfigurationError(
-            f"{who} returned LBFGS, which asks for the loss several times in a step. Return one that takes one "
-            "gradient."
+            f"{who} returned LBFGS, which asks for the loss several times in a step. Return an optimizer "
+            "that uses one gradient."
         )
     if isinstance(found[0], torch.optim.SparseAdam):
         raise ConfigurationError(f"{who} returned SparseAdam, and a noised gradient is dense. Return Adam.")
     if any(isinstance(config.scheduler, ReduceLROnPlateau) for config in trainer.lr_scheduler_configs):
         raise ConfigurationError(
             f"{who} returned ReduceLROnPlateau, which sets the learning rate by a metric: an uncounted release of "
-            "private rows. Return a schedule that goes by steps.",
+            "private rows. Return a schedule that depends on steps only.",
             trap="T25",
         )
 
@@ -211,7 +211,7 @@ def refuse_zero_settings(strategy: Any) -> None:
         device = _at(config, f"zero_optimization.{part}.device")
         if device not in (None, "none", "cpu"):
             raise ConfigurationError(
-                f"DeepSpeed's zero_optimization.{part}.device={device}: a private step is shown with cpu alone."
+                f"DeepSpeed's zero_optimization.{part}.device={device}: private steps are tested with cpu alone."
             )
         _refuse_unknown(_at(config, f"zero_optimization.{part}") or {}, f"zero_optimization.{part}.", _ALLOWED_OFFLOAD)
 
@@ -230,7 +230,7 @@ _REASONS: tuple[tuple[str, dict[str, str | None]], ...] = (
     ("the optimizer and its schedule are the module's (model.optimizer)", {"optimizer": None, "scheduler": None}),
     ("noise is dense: it covers every coordinate, touched or not", {"sparse_gradients": "T24"}),
     (
-        "sums and master weights are kept in float32, and the optimizers that this picks are not shown",
+        "sums and master weights are kept in float32, and the optimizers that this selects are not tested",
         {
             "data_types.grad_accum_dtype": "T8",
             "bf16.bf16_master_weights_and_grads": None,
@@ -238,14 +238,14 @@ _REASONS: tuple[tuple[str, dict[str, str | None]], ...] = (
         },
     ),
     (
-        "it rounds what is sent to fewer bits, and the update of one process would not be made",
+        "it rounds what is sent to fewer bits, so the update is not that of one process",
         {
             "zero_optimization.zero_quantized_gradients": None,
             "zero_optimization.zero_quantized_weights": None,
             "zero_optimization.zero_quantized_nontrainable_weights": None,
         },
     ),
-    ("master weights are found by DeepSpeed's plain layout", {"zero_optimization.round_robin_gradients": None}),
+    ("master weights are located by DeepSpeed's default layout", {"zero_optimization.round_robin_gradients": None}),
 )
 
 # Keys that make no difference to an update, and sections whose refused keys are listed above.
@@ -270,8 +270,8 @@ def _refuse_unknown(config: Mapping[str, Any], prefix: str, allowed: set[str]) -
     unknown = sorted(key for key, value in config.items() if key not in allowed and not _is_off(value))
     if unknown:
         raise ConfigurationError(
-            f"DeepSpeed's {prefix}{unknown[0]}={_short(config[unknown[0]])}: nobody has shown what it does to a "
-            "clipped and noised gradient. Leave it out."
+            f"DeepSpeed's {prefix}{unknown[0]}={_short(config[unknown[0]])}: its effect on a clipped and noised "
+            "gradient is unknown. Leave it out."
         )
 
 

@@ -16,9 +16,9 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
     "breaks_claim": ("breaks the claim", "Epsilon on the card would not be true of what was trained."),
     "weakens": (
         "weakens the promise",
-        "Epsilon is true of what it speaks of, but it promises little, or something beside it is not covered.",
+        "Epsilon is true of what it covers, but it promises little, or something else is not covered.",
     ),
-    "costs_utility": ("costs utility", "The claim holds, and accuracy is given away."),
+    "costs_utility": ("costs utility", "The claim holds, but accuracy is lost."),
 }
 """The name and the meaning of each severity."""
 
@@ -40,7 +40,7 @@ class Trap:
 TRAPS: tuple[Trap, ...] = (
     Trap("T1", "Shuffled batches, accounted as Poisson samples", "plan",
          "The sampler is built from the law that the accountant judges."),
-    Trap("T2", "A loader that draws otherwise than planned", "loader",
+    Trap("T2", "A loader that does not draw as planned", "loader",
          "The training loader draws by the planned sampler, and no logical batch is cut short."),
     Trap("T3", "Coins or noise shared between processes", "settings",
          "All processes share one draw and one noise per step, under a strategy that is shown to keep the claim.",
@@ -82,20 +82,20 @@ TRAPS: tuple[Trap, ...] = (
     Trap("T20", "The same noise or coins twice", "construction",
          "Streams are keyed by secret, run, attempt, step and parameter, and noise by the sum it is added to."),
     Trap("T21", "Noise that others can compute again", "secret",
-         "The secret of noise and coins lies outside the run folder, readable by its owner alone."),
+         "The secret of noise and coins is stored outside the run folder, readable by its owner alone."),
     Trap("T22", "A generator of noise that is not cryptographic", "elsewhere",
-         "Philox with a secret key draws the noise, and the card says so; privacy.secure_rng=true takes ChaCha20, and "
+         "Philox with a secret key draws the noise, and the card says so; privacy.secure_rng=true uses ChaCha20, and "
          "so does privacy.noise=discrete.",
          ("dp",), "weakens"),
     Trap("T23", "Noise in floating point", "elsewhere",
-         "The guarantee is that of the idealised mechanism, and the card says so; privacy.noise=discrete adds whole "
-         "numbers on a public grid, drawn exactly, to which it applies as it is.",
+         "The guarantee is that of the idealised mechanism, and the card says so; privacy.noise=discrete adds "
+         "integers on a public grid, drawn exactly, to which the guarantee applies as it is.",
          ("dp",), "weakens"),
     Trap("T24", "Noise only where a gradient is", "construction",
          "Every coordinate of every trainable parameter gets noise, also in rows of an embedding that nobody used."),
     Trap("T25", "Metrics and choices on private rows", "rehearsal",
-         "Nothing stops, chooses, tunes or validates by private rows, and the loss of a row logs nothing. What a "
-         "callback or a training step logs, and what a checkpoint holds, meets the gates of the fit."),
+         "Nothing stops, chooses, tunes or validates by private rows, and the loss of a row logs nothing. The fit "
+         "checks what a callback or a training step logs, and what a checkpoint holds."),
     Trap("T26", "Preparation that looked at private queries", "elsewhere",
          "Decide on vocabularies, means, lengths, filters and the list of passages without the log; the card says so.",
          ("dp", "inherited"), "weakens"),
@@ -118,12 +118,13 @@ TRAPS: tuple[Trap, ...] = (
     Trap("T33", "A batch far below the knee", "elsewhere",
          "task=plan prints the batch size beyond which a larger one gains little.",
          ("dp",), "costs_utility"),
-    Trap("T34", "A clipping bound that nearly nothing reaches", "elsewhere",
+    Trap("T34", "A clipping bound that hardly any gradient reaches", "elsewhere",
          "The noise is in proportion to privacy.max_grad_norm: a bound that is too large adds noise and no signal.",
          ("dp",), "costs_utility"),
     Trap("T35", "Times of private steps in files that are handed on", "settings",
          "No callback stops, saves or logs by the clock. Records and cards carry a day, and loggers that stamp times "
-         "are told when the run is over. Who watches the machine or its disk still sees how long a step takes."),
+         "get their numbers when the run is over. Anyone who watches the machine or its disk still sees how long a "
+         "step takes."),
     Trap("T36", "A mode that adds less noise than it says", "construction",
          "The noise of every step is measured on every process; a step without the planned noise ends the run, and "
          "is charged as one without noise."),
@@ -132,8 +133,8 @@ TRAPS: tuple[Trap, ...] = (
     Trap("T38", "A data set that answers with another unit", "loader",
          "No row was returned for two units, every draw got its own unit, and no batch was missing or repeated."),
     Trap("T39", "Comparisons in low precision that depend on the batch", "settings",
-         "Rows keep their gradients when a unit is gone: all is computed in float32, or in batches of one shape in "
-         "which units keep their places. What a row is compared with is found without the other rows."),
+         "Rows keep their gradients when a unit is gone: everything is computed in float32, or in batches of one "
+         "shape in which units keep their positions. What a row is compared with is found without the other rows."),
 )  # fmt: skip
 
 
@@ -142,9 +143,10 @@ def pitfalls_page() -> str:
     lines = [
         "# Pitfalls",
         "",
-        "The known ways to lose a guarantee without noticing, or to pay for it in accuracy. Written from the list that",
-        "[`task=doctor`](doctor.md) goes through, when this site is built. A fit refuses what it looks for. What no",
-        "program can see is for you to answer; the card says so, or asks.",
+        "The known ways to lose a guarantee without noticing, or to pay for it in accuracy. This page is generated "
+        "from",
+        "the list that [`task=doctor`](doctor.md) checks. A fit refuses what it finds. What no program can see is for",
+        "you to check; the card says so, or asks.",
     ]
     for severity, (name, meaning) in SEVERITIES.items():
         lines += [
@@ -164,4 +166,4 @@ def pitfalls_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-_PLACES: dict[str, str] = {"construction": "guaranteed by construction", "elsewhere": "not looked for: yours to decide"}
+_PLACES: dict[str, str] = {"construction": "guaranteed by construction", "elsewhere": "not looked for: yours to check"}

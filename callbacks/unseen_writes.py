@@ -81,8 +81,8 @@ class UnseenWrites:
             if self._before.get(name) != found and public.isdisjoint({name, *name.split(".")}):
                 raise UnsupportedModelError(
                     f"{name} of {type(self._module).__name__} was written before the first batch, by a hook such as "
-                    "setup, where private rows are at hand. Set it in the constructor from public data, or list its "
-                    "name in public_metrics of the module if no private row is behind it.",
+                    "setup, which can read private rows. Set it in the constructor from public data, or list its name "
+                    "in public_metrics of the module if it depends on no private row.",
                     trap="T11",
                 )
 

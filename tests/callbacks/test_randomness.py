@@ -104,7 +104,7 @@ def test_the_card_names_the_generator_that_made_the_noise(
     assert (set(used) == {"ChaCha20"}) is secure
     assert card["randomness"]["rng"] == ("ChaCha20" if secure else "Philox (NumPy), keyed; not cryptographic")
     assert card["randomness"]["secure"] is secure
-    words = "or on its generator, which is not a cryptographic one"
+    words = "or on its generator, which is not cryptographic"
     assert any(words in gap for gap in card["not_covered"]) is not secure
 
 

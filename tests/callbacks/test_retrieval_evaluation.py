@@ -223,10 +223,10 @@ def test_judgements_of_unknown_passages_and_a_model_that_does_not_retrieve_are_r
     ("settings", "message"),
     [
         ({"data": "secret"}, "not one of public, synthetic, private"),
-        ({"data": "public", "card_entry": True}, "card_entry=true is for data=private"),
+        ({"data": "public", "card_entry": True}, "card_entry=true is only for data=private"),
         ({"every_n_steps": 0}, "every_n_steps=0"),
         ({"max_queries": 0}, "max_queries=0"),
-        ({"metrics": ["ndcg@200"]}, "top_k=100 cannot answer"),
+        ({"metrics": ["ndcg@200"]}, "top_k=100 cannot compute"),
         ({"metrics": []}, "name at least one"),
     ],
 )

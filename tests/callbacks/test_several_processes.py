@@ -162,7 +162,7 @@ def test_a_foreign_module_that_adds_up_makes_the_same_update_on_both(server: Ser
     assert len(records(tmp_path / "run", "release")) == 3
     assert [*(tmp_path / "run").rglob("*.ckpt")], "its checkpoints are written though it completes none"
     card = json.loads((tmp_path / "run" / "privacy_card.json").read_text(encoding="utf-8"))
-    assert any("None of it was examined" in each["text"] for each in card["assumptions"])
+    assert any("None of it was checked" in each["text"] for each in card["assumptions"])
 
 
 # -- memory that runs out on one of two processes: the other one neither hangs nor goes on alone --
