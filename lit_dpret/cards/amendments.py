@@ -50,7 +50,9 @@ class AttackResult:
         if any(number is not None and not math.isfinite(number) for number in numbers):
             raise ConfigurationError(f"A result of {self.attack!r} holds a number that is not finite: {numbers}.")
         if self.n < 1 or self.copies < 1:
-            raise ConfigurationError(f"A result of {self.attack!r} needs n={self.n} and copies={self.copies} from 1.")
+            raise ConfigurationError(
+                f"A result of {self.attack!r} has n={self.n}, copies={self.copies}; both start at 1."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ci": None if self.ci is None else list(self.ci)}
@@ -115,7 +117,7 @@ def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | 
         computed: What it was computed from, as the end of a sentence.
     """
     note = {
-        "not_covered": f"{what}, computed from {computed}: whoever is shown these numbers is told more than the claim "
+        "not_covered": f"{what}, computed from {computed}: anyone who sees these numbers learns more than the claim "
         "covers.",
         "caution": f"{what} was computed from {computed} after this card was made. Those numbers are not covered.",
     }

@@ -87,10 +87,10 @@ _USUALLY_RELEASED = ("the final weights", "every checkpoint on the way")
 # How a card is checked, and what only a signature can prove.
 SIGNOFF = {
     "signature": SIGNATURE_NAME,
-    "text": "Everything on this card that follows from its ledger can be computed anew, and an edit of the card, the "
-    "ledger or a file shows by its SHA-256. A chain that was rewritten whole, ledger, files and all cards, does not "
-    "show: that takes a signature by a key of its maker's, in a file of its own beside this card. Without one, the "
-    "hashes show that the parts fit each other, and not whose they are.",
+    "text": "Everything on this card that follows from its ledger can be recomputed, and SHA-256 hashes show an edit "
+    "of the card, the ledger or a file. They do not show that a chain was completely rewritten (ledger, files and all "
+    "cards): that takes a signature by its maker's key, in a separate file next to this card. Without one, the hashes "
+    "show that the parts fit each other, not whose they are.",
 }
 
 
@@ -198,7 +198,7 @@ def inherit_card(
     if parent_ledger and not checked:
         raise DataError(f"The parent's ledger {ledger_path} does not exist.")
     known = [
-        Assumption("Nothing but what the parent released, and public data, entered this computation.", "unverified"),
+        Assumption("Only public data and what the parent released went into this computation.", "unverified"),
         Assumption("The parent's epsilon follows from the parent's ledger.", "holds" if checked else "unverified"),
         *facts.assumptions,
     ]
@@ -264,7 +264,7 @@ def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
     banners, cautions = [], []
     if claim["guarantee"] == "none":
         banners.append(
-            "NO PRIVACY GUARANTEE. Epsilon is infinite: private data went into this without covering noise. "
+            "NO PRIVACY GUARANTEE. Epsilon is infinite: private data went into this without enough noise. "
             "Do not publish it."
         )
     elif claim["guarantee"] == "not_proved":
@@ -277,7 +277,7 @@ def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
                 "no_amplification": "The epsilon on this card therefore charges every unit for every step.",
                 "no_guarantee": "Nothing is proved without it.",
                 "no_claim": "Nothing is claimed for what the run left.",
-                "weights_alone": f"Epsilon is about {alone} alone: publish neither the ledger nor this card.",
+                "weights_alone": f"Epsilon covers {alone} alone: publish neither the ledger nor this card.",
             }[assumption["consequence"]]
             banners.append(f"An assumption does not hold: {assumption['text']} {ending}")
     if claim["guarantee"] == "dp":
@@ -295,12 +295,13 @@ def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
             same = [epsilon for epsilon, delta in claim["curve"] if math.isclose(delta, USUAL_DELTA)]
             at_that = f", at which epsilon is {show_epsilon(same[0])}" if same else ""
             cautions.append(
-                f"delta = {show_delta(claim['delta'])} is large: with up to that chance a unit is not protected at "
-                f"all. Usual is {show_delta(USUAL_DELTA)}{at_that}."
+                f"delta = {show_delta(claim['delta'])} is large: with a probability of up to that, a unit is not "
+                f"protected at all. {show_delta(USUAL_DELTA)} is usual{at_that}."
             )
         if claim["epsilon"] > LARGE_EPSILON:
             factor = show_epsilon(claim["epsilon"])
             cautions.append(
-                f"The odds of a guess about one unit may change by a factor of e^{factor}: hardly a protection."
+                f"The odds of a guess about one unit may change by a factor of e^{factor}, which is hardly any "
+                "protection."
             )
     return {"banners": banners, "cautions": cautions}

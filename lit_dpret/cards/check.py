@@ -109,7 +109,7 @@ def recheck(card: Mapping[str, Any], ledger: PrivacyLedger, *, whole: bool = Tru
     problems = []
     if later := ledger.records[stored["records"] :]:
         problems.append(
-            f"The ledger went on after the card was made, by {len(later)} records with {len(noise_keys(later))} "
+            f"The ledger continued after the card was made, by {len(later)} records with {len(noise_keys(later))} "
             "announced steps: the card is out of date."
         )
     derived = card["mechanism"].get("kind") == "post_processing"
@@ -138,7 +138,8 @@ def _not_its_chain(stored: Mapping[str, Any], ledger: PrivacyLedger) -> list[str
     problems = [torn] if ledger.torn_bytes else []
     if len(records) < count:
         problems.append(
-            f"The ledger holds {len(records)} records, the card was made from {count}: records were cut off its end."
+            f"The ledger holds {len(records)} records, but the card was made from {count}: records were removed from "
+            "its end."
         )
     elif count == 0 or records[count - 1]["hash"] != stored["head"]:
         problems.append("The ledger's head is not the card's: this is another ledger, or another run's card.")
@@ -163,7 +164,7 @@ def _of_claim(card: Mapping[str, Any], judged: Judged, *, derived: bool) -> Iter
     told, stated = registered_facts(judged.records), card["empirical"]
     for name, what in (("pre_registered", "protocols"), ("planted", "canaries")):
         same = stated.get(name, [] if name == "pre_registered" else None) == told.get(name)
-        other = f"The {what} on the card are not those that the ledger knew before its first step."
+        other = f"The {what} on the card are not those that the ledger held before its first step."
         yield _Found(("empirical", name), None if same else other)
     fresh, claim = _as_json(claim_facts(judged)), card["claim"]
     if fresh["guarantee"] != claim["guarantee"]:  # everything else follows from it
@@ -175,7 +176,7 @@ def _of_claim(card: Mapping[str, Any], judged: Judged, *, derived: bool) -> Iter
         return  # either the choice was made on public data, or its gaps are stated
     earlier = (recorded_start(judged.records) or {}).get("tuning")
     if not _possible(card, judged) or (earlier is not None and hides_earlier_tuning(tuning, earlier, composed=True)):
-        text = "What the card says of the choice of hyper-parameters (tuning) does not follow from the ledger."
+        text = "What the card says about the choice of hyper-parameters (tuning) does not follow from the ledger."
         yield _Found(("tuning",), text)
 
 
@@ -238,12 +239,12 @@ def _compared(fresh: Any, stated: Any, place: Place) -> Iterator[_Found]:
             if name in stated:
                 yield from _compared(fresh[name], stated[name], (*place, name))
             elif fresh[name] is not None:
-                yield _Found(place, f"{where} has no {name} on the card, and one by the ledger.", words=words)
+                yield _Found(place, f"{where} has no {name} on the card, but one by the ledger.", words=words)
     elif isinstance(fresh, list) and isinstance(stated, list) and len(fresh) == len(stated) and fresh:
         for index, (new, old) in enumerate(zip(fresh, stated, strict=True)):
             yield from _compared(new, old, (*place, str(index)))
     elif isinstance(fresh, list) and isinstance(stated, list) and len(fresh) != len(stated):
-        problem = f"{where} has {len(stated)} entries on the card, and {len(fresh)} by the ledger."
+        problem = f"{where} has {len(stated)} entries on the card, but {len(fresh)} by the ledger."
         yield _Found(place, problem, words=words)
     elif is_number(fresh) and is_number(stated):
         same = math.isclose(stated, fresh, rel_tol=TOLERANCE, abs_tol=1e-15)
@@ -255,4 +256,4 @@ def _compared(fresh: Any, stated: Any, place: Place) -> Iterator[_Found]:
 
 def _differs(where: str, stated: Any, fresh: Any) -> str:
     shown = [f"{value:.6g}" if is_number(value) else reprlib.repr(value) for value in (stated, fresh)]
-    return f"{where} is {shown[0]} on the card, and {shown[1]} by the ledger."
+    return f"{where} is {shown[0]} on the card, but {shown[1]} by the ledger."

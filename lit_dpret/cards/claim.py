@@ -60,7 +60,7 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = ()) -> dict[str
     if n is not None and math.isclose(budget.delta, 1 / (2 * n), rel_tol=1e-9):
         rule = "1 / (2 n)"
     elif start is not None and start.get("delta") == budget.delta:
-        rule = "that of the run before it, whose people the claim is also about"
+        rule = "that of the run before it, because the claim also covers the people in its data"
     curve: list[list[float]] = []
     if verdict.basis == "as_charged":
         pairs = epsilon_curve(judged.releases, neighbours=budget.neighbours, accountant=plan.accountant)
@@ -188,7 +188,7 @@ _UNITS: dict[str, str] = {
     "user": "everything that one user contributed",
     "image": "one image with every view made of it",
     "passage": "one passage of a collection with every sentence of it",
-    "record": "one record: every row of the data set that bears its name",
+    "record": "one record: every row of the data set with its name",
 }
 _PLURAL: dict[str, str] = {
     "query": "queries", "pair": "pairs", "user": "users", "image": "images", "passage": "passages",
@@ -202,8 +202,8 @@ def describe_duplicates(unit: Unit, duplicates: Duplicates) -> str:
     """Describe what the policy on equal texts under different ids means for the claim, without counts."""
     if unit == "user":
         return (
-            "Equal texts of one user are in one unit; those of several users are parts of as many, and protected as "
-            "parts of a group of that many units."
+            "Equal texts of one user are in one unit. Those of several users are in that many units, and protected as "
+            "part of a group of that many units."
         )
     what = {"image": "image", "passage": "passage text", "record": "record"}.get(unit, "query text")
     if duplicates == "keep":
@@ -221,10 +221,10 @@ def describe_duplicates(unit: Unit, duplicates: Duplicates) -> str:
 def describe_neighbours(unit: Unit, neighbours: Neighbours) -> str:
     """Describe how the two data sets of the guarantee differ, as an act."""
     if neighbours == "zero_out":
-        return f"blanking {_UNITS[unit]}, while its place in the data set stays (zero-out)"
+        return f"blanking {_UNITS[unit]}, while its position in the data set stays (zero-out)"
     if neighbours == "add_or_remove":
         return f"adding or removing {_UNITS[unit]}"
-    return f"replacing {_UNITS[unit]} by any other"
+    return f"replacing {_UNITS[unit]} with any other"
 
 
 def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
@@ -243,7 +243,7 @@ def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
         ]
     if neighbours == "replace_one":
         return hidden
-    hidden.append(f"whether {'an' if unit == 'image' else 'a'} {unit} was really there")
+    hidden.append(f"whether {'an' if unit == 'image' else 'a'} {unit} was really in the data")
     if neighbours == "add_or_remove":
         hidden.append(f"the number of {_PLURAL[unit]}")
     return hidden
@@ -255,7 +255,7 @@ def unprotected_quantities(unit: Unit, neighbours: Neighbours, n: int | None) ->
     if neighbours == "add_or_remove":
         return [*public, "the declared constants: delta, sampling rate, batch cap, denominator"]
     if neighbours == "zero_out" and unit not in (*_WITHOUT_PASSAGES, "passage"):
-        public.append("the list of passages that stand in the training data")
+        public.append("the list of passages that occur in the training data")
     size = "" if n is None else f" (n = {n})"
     return [*public, f"the number of {_PLURAL[unit]}{size}, and what follows from it, such as the sampling rate"]
 
@@ -275,13 +275,13 @@ def _siblings_gaps(siblings: Mapping[str, Any] | None) -> list[str]:
         known = "is more than was planned, and is not computed"
     else:
         known = "is not computed"
-    return [f"A choice among the {number} runs that one command started, by whatever score: with it, epsilon {known}."]
+    return [f"A choice among the {number} runs that one command started, by any score: including it, epsilon {known}."]
 
 
 _UNACCOUNTED = {
     "private": "The choice of hyper-parameters, which was made on private data and is not accounted.",
     "synthetic": "The epsilon of the synthetic data that hyper-parameters were chosen on.",
-    "unknown": "The choice of hyper-parameters: on which data it was made was not stated.",
+    "unknown": "The choice of hyper-parameters: the data that it was made on were not stated.",
 }
 
 
@@ -290,7 +290,7 @@ def _settings_gaps(tuning: Mapping[str, Any]) -> list[str]:
         public = (tuning.get("sweep") or {}).get("metric_data") in ("public", "none")
         scored = "" if public else ", and the records on which the runs were scored are not covered at all"
         return [
-            "The choice of hyper-parameters, in the epsilon of the claim: with it, epsilon is "
+            "The choice of hyper-parameters, which the epsilon of the claim leaves out: including it, epsilon is "
             f"{show_epsilon(tuning['epsilon'])}{scored}."
         ]
     return [_UNACCOUNTED[tuning["data"]]] if tuning["data"] in _UNACCOUNTED else []
@@ -312,7 +312,7 @@ def uncovered(
     before = claim.get("max_units_before", [])
     gaps = []
     if unit == "pair":
-        gaps.append("A query that stands in several pairs: each pair is protected alone, the query as a whole less.")
+        gaps.append("A query that occurs in several pairs: each pair is protected by itself, the whole query less.")
     if unit != "user" and (claim.get("unit_name") != "user" or most is not None):
         if claim["user_level_epsilon"] is not None:
             gaps.append(
@@ -330,12 +330,12 @@ def uncovered(
     what = {"image": "image", "record": "row"}.get(unit, "text")
     if claim["duplicates"] == "merge":
         gaps.append(
-            f"The same request in other words: {_PLURAL[unit]} are one unit where they are equal (casefolded, "
-            f"whitespace collapsed), and several that differ are protected less{_copies(groups, 'of them')}."
+            f"The same content in other words: {_PLURAL[unit]} are one unit if they are equal (casefolded, "
+            f"whitespace collapsed), but several that differ are protected less{_copies(groups, 'of them')}."
         )
     else:
         gaps.append(
-            f"The same {what} recorded as several {_PLURAL[unit]}: each copy is a unit of its own, and frequent "
+            f"The same {what} recorded as several {_PLURAL[unit]}: each copy is a separate unit, and frequent "
             f"{what}s are protected less{_copies(groups, 'copies')}."
         )
     if unit in _WITHOUT_PASSAGES:
@@ -343,9 +343,9 @@ def uncovered(
     elif neighbours == "add_or_remove":
         gaps.append("Passages: their texts are public.")
     elif neighbours == "zero_out":
-        gaps.append("Passages: their texts, and the fact that a passage stands in the training data, are public.")
+        gaps.append("Passages: their texts, and the fact that a passage occurs in the training data, are public.")
     else:
-        gaps.append("Passages and the number of records, which are public.")
+        gaps.append("Passages and the number of units, which are public.")
     gaps += tuning_gaps(tuning)
     gaps += [
         "What the pre-trained model had learned before this training.",
@@ -355,14 +355,15 @@ def uncovered(
         else "What is shown to the model when it is used."
         if unit == "record"
         else "Queries that are typed when the system is used.",
-        "Losses, metrics and samples computed on private data and shown to anybody outside the ledger.",
+        "Losses, metrics and samples computed on private data and shown to anyone without a record in the ledger.",
         "A noise secret that leaks.",
-        "Side channels: who watches the machine, its disk or its traffic during the run sees how long steps take and "
-        "what they use, which depends on the private data in them. Files that are handed on carry days, no times.",
+        "Side channels: anyone who watches the machine, its disk or its traffic during the run sees how long steps "
+        "take and what they use, which depends on the private data in them. Files that are handed on have days, not "
+        "times.",
     ]
     attacked = ["the floating-point form of the noise"] if randomness.get("floating_point", True) else []
     if not randomness.get("secure"):
-        attacked.append("its generator, which is not a cryptographic one")
+        attacked.append("its generator, which is not cryptographic")
     gaps += [f"Attacks on {', or on '.join(attacked)}."] if attacked else []
     return gaps if (name := claim.get("unit_name")) is None else _named(gaps, name)
 
@@ -382,7 +383,7 @@ def _worth(group: Mapping[str, Any]) -> str:
         return text
     if wider := group.get("wider"):
         return f"{text} (datamodule.cap={wider['cap']} would make it {show_epsilon(wider['epsilon'])})"
-    return f"{text} (no cap alone would make it a number; more noise, from a lower privacy.eps, may)"
+    return f"{text} (no cap alone would make it finite; more noise, from a lower privacy.eps, may)"
 
 
 # Below this, rounding in the convolution of privacy losses is no longer small compared with delta.

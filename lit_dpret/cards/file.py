@@ -118,7 +118,7 @@ def malformed(card: Any) -> str | None:
             return "its ledger block is malformed."
         # By type: 0 equals False wherever cards are compared, and would remove the banner from the page.
         if any(type(one["holds"]) is not bool and one["holds"] != "unverified" for one in card["assumptions"]):
-            return "whether one of its assumptions holds is neither a truth value nor 'unverified'."
+            return "the holds of one of its assumptions is not true, false or 'unverified'."
         for name in ("sha256", "name"):
             card["subject"][name]
     except DataError as error:
@@ -131,13 +131,13 @@ def malformed(card: Any) -> str | None:
 def _check_claim(claim: Mapping[str, Any]) -> None:
     epsilon, delta, users = claim["epsilon"], claim["delta"], claim.get("user_level_epsilon")
     if not (is_number(epsilon) and math.isfinite(epsilon) and epsilon >= 0):
-        raise DataError(f"claim.epsilon={epsilon!r} is not a finite number from 0.")
+        raise DataError(f"claim.epsilon={epsilon!r} is not a finite number of at least 0.")
     if not (is_number(delta) and 0 < delta < 1):
         raise DataError(f"claim.delta={delta!r} is not between 0 and 1.")
     if users is not None and not (is_number(users) and users >= 0):
-        raise DataError(f"claim.user_level_epsilon={users!r} is not a number from 0.")
+        raise DataError(f"claim.user_level_epsilon={users!r} is not a number of at least 0.")
     if claim["unit"] not in get_args(Unit) or claim["neighbours"] not in get_args(Neighbours):
-        raise DataError(f"claim.unit={claim['unit']!r} with claim.neighbours={claim['neighbours']!r} says nothing.")
+        raise DataError(f"claim.unit={claim['unit']!r} with claim.neighbours={claim['neighbours']!r} is unknown.")
 
 
 def card_path(path: str | Path) -> Path:
@@ -150,12 +150,14 @@ def check_dataset_card(path: Path | None) -> None:
     """Refuse data that do not match their privacy card, file by file."""
     if path is None:
         raise DataError(
-            "privacy=synthetic trains on data that carries a privacy card, and this folder has none.", trap="T27"
+            "Synthetic data need their privacy card, and this folder has none. Use the folder that task=synthesize "
+            "wrote.",
+            trap="T27",
         )
     subject = read_card(path)["subject"]
     if subject["artifact_type"] != "dataset" or not subject["sha256"]:
         raise DataError(
-            f"{path} is the card of {subject['artifact_type']} {subject['name']!r}, not of the data set beside it: "
+            f"{path} is the card of {subject['artifact_type']} {subject['name']!r}, not of the data set next to it: "
             "its claim does not cover these queries. Use the folder that task=synthesize wrote.",
             trap="T27",
         )
@@ -190,11 +192,11 @@ def card_of_data(data: Any, split: str = "train") -> Path | None:
     return None
 
 
-def refuse_another_claim(data: Any, what: str = "a card of this run would state another one alone") -> None:
+def refuse_another_claim(data: Any, what: str = "a card of this run would state only another one") -> None:
     """Refuse data whose queries have a privacy card, for a new claim; ``what`` completes the message."""
     if (path := card_of_data(data)) is not None:
         raise ConfigurationError(
-            f"These data carry a privacy card ({path}): they were derived from private ones under their own epsilon, "
+            f"These data carry a privacy card ({path}): they were derived from private ones with their own epsilon, "
             f"and {what}. Pass the private queries themselves; for training, privacy=synthetic with "
             f"datamodule=synthetic datamodule.folder={path.parent} inherits their claim at no further cost.",
             trap="T27",
@@ -223,8 +225,8 @@ def check_artefact(folder: Path, card: Mapping[str, Any]) -> None:
         there = (folder / name).is_file()
         if not there or name not in listed or file_sha256(folder / name) != listed[name]:
             raise DataError(
-                f"{folder / name} is not among the files that {CARD_NAME} describes, or does not match it: the card is "
-                "of something else. Use the run's folder, unchanged."
+                f"{folder / name} is not among the files that {CARD_NAME} describes, or does not match it: the card "
+                "describes something else. Use the run's folder, unchanged."
             )
 
 

@@ -166,7 +166,7 @@ def _level(plan: PrivacyPlan, law: SamplingLaw, units: int) -> dict[str, Any]:
     except UnsupportedAccountingError as error:
         return {"epsilon": None, "why": str(error)}
     lost = isinstance(law, TruncatedPoisson) and units * truncation_delta(law, plan.steps) >= plan.budget.delta
-    return _number(value, "batches that are cut may give that many units away" if lost else "beyond all bounds")
+    return _number(value, "truncated batches may reveal that many units" if lost else "epsilon is infinite")
 
 
 def _roomy(plan: PrivacyPlan) -> TruncatedPoisson | None:
@@ -214,7 +214,7 @@ def _lines(plan: PrivacyPlan) -> Iterator[tuple[SamplingLaw, Neighbours]]:
                 yield law, relation
 
 
-def _number(value: float, why: str = "beyond all bounds") -> dict[str, Any]:
+def _number(value: float, why: str = "epsilon is infinite") -> dict[str, Any]:
     return {"epsilon": value} if math.isfinite(value) else {"epsilon": None, "why": why}
 
 
@@ -292,8 +292,8 @@ def cautions(plan: PrivacyPlan) -> list[str]:
     rate = _sample_rate(law)
     if isinstance(simplest_law(law), (Poisson, TruncatedPoisson, FixedSize)) and rate is not None and rate > LARGE_RATE:
         found.append(
-            f"A step draws {rate:.0%} of the units. Above one half sampling hardly hides who took part, and the noise "
-            "is nearly that of full batches; usual is a quarter at most. Lower datamodule.expected_batch_size."
+            f"A step draws {rate:.0%} of the units. Above one half, sampling hardly hides who took part, and the noise "
+            "is nearly that of full batches; a quarter at most is usual. Lower datamodule.expected_batch_size."
         )
     return found
 

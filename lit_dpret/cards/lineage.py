@@ -165,8 +165,8 @@ def refuse_told_failures(card: Path, what: str, alone: str) -> None:
     if told:
         raise DataError(
             f"{what}: a failure over private rows interrupted the run in {told[-1]}. Its ledger and the cards after it "
-            "tell of that, which no noise covers, so they must not be handed on, and an export would include them. "
-            f"Hand on {alone} without card, ledger and README, or make the run again in another folder and use that."
+            "reveal that, which no noise covers, so they must not be handed on, and an export would include them. "
+            f"Hand on {alone} without card, ledger and README, or repeat the run in another folder and use that."
         )
 
 
@@ -230,7 +230,7 @@ def _better_than_parent(child: Mapping[str, Any], parent: Mapping[str, Any]) -> 
     if any(one not in child["assumptions"] for one in parent["assumptions"]):
         problems.append("It leaves out assumptions of its parent.")
     if any(one["holds"] is False and one not in parent["assumptions"] for one in child["assumptions"]):
-        problems.append("An assumption of its own does not hold, so it cannot claim what its parent claims.")
+        problems.append("One of its own assumptions does not hold, so it cannot claim what its parent claims.")
     if any(text not in child["not_covered"] for text in parent["not_covered"]):
         problems.append("It leaves out what its parent does not cover.")
     if hides_earlier_tuning(child["tuning"], parent["tuning"], composed=False):
@@ -257,10 +257,10 @@ def _other_start(child: Mapping[str, Any], parent: Mapping[str, Any], ledger: Pa
             releases, delta=claim["delta"], neighbours=claim["neighbours"], accountant=accounting["accountant"]
         )
     except LitDpretError as error:
-        return [f"The ledger of the run that it started from cannot be read: {error}"]
+        return [f"The cost of its start cannot be recomputed from the ledger of that run: {error}"]
     if abs(stated - fresh) <= TOLERANCE * max(1.0, fresh):
         return []
-    return [f"It says that its start cost epsilon = {stated:.6g}, and the ledger of that run gives {fresh:.6g}."]
+    return [f"It says that its start cost epsilon = {stated:.6g}, but the ledger of that run gives {fresh:.6g}."]
 
 
 _ROUNDS = "seed*/*/silos/*/*/attempt-*"

@@ -118,7 +118,7 @@ def overlap_facts(file: str | Path) -> tuple[dict[str, Any], frozenset[str]]:
     if found["whose"] not in ("public", "synthetic") or facts.get("not_covered"):
         raise ConfigurationError(
             f"{KNOB}={file} holds shares of private queries, which no noise covers, and the card is released. Run "
-            "task=pretraining_overlap with task.queries=public, or leave this null."
+            "task=pretraining_overlap with task.queries=public, or set this to null."
         )
     return found, hashes
 
@@ -135,7 +135,7 @@ def protocol_facts(files: Iterable[str | Path], *, knob: str = _KNOB) -> list[di
     for file in map(Path, files):
         try:
             if not file.expanduser().stat().st_size:
-                raise ConfigurationError(f"{knob}: {file} is empty, and registers nothing.")
+                raise ConfigurationError(f"{knob}: {file} is empty, so it registers nothing.")
             facts.append({"name": file.name, "sha256": file_sha256(file.expanduser())})
         except (OSError, DataError) as error:
             raise ConfigurationError(f"{knob}: {file} cannot be read. Name the file of a protocol.") from error
@@ -174,7 +174,7 @@ def registered(records: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 #: What models of these names were pre-trained on, where that is known.
 _READ = {
-    "smollm2": " It had read text from the web, code and textbooks; public collections of questions, such as "
+    "smollm2": " The model had read text from the web, code and textbooks; public collections of questions, such as "
     "InsuranceQA, may be among them, and the claim does not cover what it knew before."
 }
 
@@ -197,8 +197,8 @@ def declared_start(model: str | None, what: str = "training on the private data"
         return Assumption(text, "unverified")
     how = "as is assumed" if model in (None, "unstated") else "as declared"
     return Assumption(
-        f"No private data went into {_named(model)}, from which {what} started, {how}: numbers do not tell where they "
-        "come from.",
+        f"No private data went into {_named(model)}, from which {what} started, {how}: weights do not "
+        "show what they were trained on.",
         "unverified",
     )
 
@@ -222,12 +222,12 @@ def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = 
     if start["guarantee"] == "not_proved":
         return [Assumption(f"For the model {what} ({start['name']}) a guarantee is proved.", "refuted")]
     unit = start.get("unit", "unit")
-    made = f"Nothing private but what a private run released entered {start['name']}."
+    made = f"Only public data and what a private run had released went into {start['name']}."
     return [
-        Assumption(f"The ledger of the model {what} ({start['name']}) is whole.", "unverified"),
+        Assumption(f"The ledger of the model {what} ({start['name']}) is complete.", "unverified"),
         *([Assumption(made, "unverified")] if start.get("derived") else []),
         *([] if _is_of(records, HISTOGRAM) else [Assumption(
-            f"No private data went into the weights that the module was built with but by {start['name']}.",
+            f"Private data went into the weights that the module was built with only through {start['name']}.",
             "unverified",
         )]),
         Assumption(f"What one {unit} of these data holds is in at most one {unit} of the data of {start['name']}.",
@@ -302,12 +302,13 @@ def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None =
         if _is_of(records, HISTOGRAM):
             return {}
         if _is_of(records, EVOLUTION):
-            text = f"The candidates were written by {_named(model)}: that no private data went into it is assumed."
+            text = f"The candidates were written by {_named(model)}, which is assumed to contain no private data."
             return {"start": text + _READ.get(str(model), "")}
         if model == RANDOM_WEIGHTS:
             return {"start": _RANDOM_START}
         text = (
-            f"Training on the private data started from {_named(model)}: that no private data went into it is assumed."
+            f"Training on the private data started from {_named(model)}. It is assumed that no private data went into "
+            "it."
         )
         return {"start": text + _READ.get(str(model), "")}
     if start["public"]:

@@ -141,7 +141,7 @@ def accounting_facts(judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
         try:
             value = compute()
         except UnsupportedAccountingError:
-            skipped[name] = "not proved: no accountant judges this"
+            skipped[name] = "not proved: no accountant supports this"
             return None
         if math.isfinite(value):
             return value

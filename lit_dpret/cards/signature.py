@@ -70,7 +70,7 @@ def check_signature(card: Mapping[str, Any], path: Path) -> Signed:
         except exceptions.InvalidSignature:
             continue
         return Signed(_fingerprint(raw), later)
-    raise DataError(f"{path.name} does not fit the card: the card was changed after it was signed.")
+    raise DataError(f"{path.name} does not match the card: the card was changed after it was signed.")
 
 
 def public_key_fingerprint(path: str | Path) -> str:
@@ -99,13 +99,13 @@ def _key(path: Path, knob: str, *, private: bool) -> Any:
     except OSError as error:
         raise ConfigurationError(f"{knob}={path} cannot be read: {error.strerror}.") from error
     except TypeError as error:
-        raise ConfigurationError(f"{knob}={path} is encrypted; passwords are not asked for here.") from error
+        raise ConfigurationError(f"{knob}={path} is encrypted. Name a key file without a password.") from error
     except (ValueError, exceptions.UnsupportedAlgorithm) as error:
         what = "private key in PEM. Make one: openssl genpkey -algorithm ed25519 -out FILE"
         raise ConfigurationError(f"{knob}={path} is not a {what if private else 'public key in PEM'}.") from error
     kind = ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey
     if not isinstance(key, kind):
-        raise ConfigurationError(f"{knob}={path} is not an Ed25519 key; other kinds are not used here.")
+        raise ConfigurationError(f"{knob}={path} is not an Ed25519 key; no other kind is supported.")
     return key
 
 

@@ -80,7 +80,7 @@ class Start:
             return ()
         if known:
             raise ConfigurationError(
-                f"{self.knob}={self.folder} was counted in a privacy.dataset_ledger, and this run names none or "
+                f"{self.knob}={self.folder} was counted in a privacy.dataset_ledger, but this run names none or "
                 "another: the total of the data set would miss this run. Name the same file."
             )
         return () if dataset is None else self.earlier()
@@ -256,7 +256,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     votes = card["mechanism"].get("mode") == EVOLUTION
     if card["subject"]["artifact_type"] != "weights" and not (votes and knob == "task.generator"):
         raise ConfigurationError(
-            f"{knob}={run} holds a {card['subject']['artifact_type']}, and no model that a run trained. Name the run "
+            f"{knob}={run} holds a {card['subject']['artifact_type']}, not a model that a run trained. Name the run "
             "that trained one."
         )
     model = folder if votes else model_folder(folder)
@@ -265,8 +265,8 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         raise DataError(f"{knob}={run}: its card does not describe the model in {model}. Finish that run first.")
     if not ledger.is_file():
         raise DataError(
-            f"{knob}={run}: its card does not lie beside {ledger.name}, the ledger from which its claim follows. Name "
-            "the whole folder of the run, which holds both."
+            f"{knob}={run}: its card is not in one folder with {ledger.name}, the ledger from which its claim follows. "
+            "Name the whole folder of the run, which holds both."
         )
     if problems := verify_card(card, ledger, folder=model):
         raise DataError(f"{knob}={run}: its card does not match its files: {problems[0]}")
@@ -319,9 +319,9 @@ def _ledger_behind(card: Mapping[str, Any], folder: Path, given: str) -> Path:
     """Return the ledger of a derived card's claim; refuse a card that does not verify with all cards before it."""
     if failed := verify_chain(folder).failed:
         raise DataError(
-            f"{given} was made from what a private run made, and does not verify with the runs before it: "
-            f"{failed[0].artefact}, {failed[0].check}. Put their folders back beside it; lit-dpret verify {folder} "
-            "says what it misses."
+            f"{given} was derived from a private run, but does not verify with the runs before it: "
+            f"{failed[0].artefact}, {failed[0].check}. Put their folders back next to it; lit-dpret verify {folder} "
+            "says what is missing."
         )
     lineage = Lineage()
     lineage.look_near(folder / CARD_NAME)

@@ -42,9 +42,9 @@ def audit_sections(card: Mapping[str, Any]) -> list[Section]:
     empirical, sections = card["empirical"], []
     if protocols := empirical.get("pre_registered"):
         text = (
-            "Fixed before the first release, by a record in the ledger: whoever runs an audit by one of them did not "
-            "choose it by its result. Audits give evidence of leakage; that they find none proves nothing, and they "
-            "change nothing about the claim."
+            "These were fixed before the first release, by a record in the ledger, so an audit that follows one of "
+            "them was not chosen by its result. Audits give evidence of leakage; that they find none proves nothing, "
+            "and the claim does not depend on them."
         )
         rows = [f"{one['name']}, SHA-256 {one['sha256']}, registered {one['registered']}" for one in protocols]
         blocks: list[Block] = [Paragraph(text), Bullets(rows)]
@@ -53,8 +53,8 @@ def audit_sections(card: Mapping[str, Any]) -> list[Section]:
         sections.append(Section("Planted canaries", [Paragraph(planted_text(planted))]))
     if results := empirical.get("results"):
         text = (
-            "What attacks found. These are measurements of leakage, and no part of the claim: one that finds much "
-            "shows a defect, one that finds nothing shows nothing."
+            "These results measure leakage and are not part of the claim. One above what the accounting allows shows a "
+            "defect; one that finds nothing proves nothing."
         )
         sections.append(Section("Attacks that were run", [Paragraph(text), Bullets(list(result_texts(results)))]))
     if signoff := card.get("signoff"):
@@ -82,8 +82,8 @@ def audit_problems(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
     ended = any(record["kind"] == "end" and record.get("reason") == "finished" for record in records)
     if events and ended and not card["empirical"].get("results"):
         return [
-            "The ledger registered an audit by canaries before the first release, and its result is not on the card. "
-            "Resume the run with the same settings: it judges the canaries again."
+            "The ledger registered an audit by canaries before the first release, but its result is not on the card. "
+            "Resume the run with the same settings (resume=true): it then judges the canaries again."
         ]
     return []
 
@@ -91,16 +91,16 @@ def audit_problems(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
 def attacks_sentence(card: Mapping[str, Any]) -> str:
     """Return the statement's sentence on attacks."""
     if not card["empirical"].get("results"):
-        what = "No attack has been run against this artefact"
+        what = "No attack on this artefact is recorded on this card"
         if card["mechanism"].get("kind") == "post_processing":
-            what = "Attacks on what this artefact was made from stand on the cards of that"
-        return f"{what}; and where attacks find nothing, that proves nothing."
+            what = "Attacks on what this artefact was made from are recorded on the cards of those, not here"
+        return f"{what}. An attack that finds nothing proves nothing."
     if contradicted(card):
         return (
             "AN AUDIT CONTRADICTS THIS CLAIM: an attack listed under empirical found more than the accounting allows, "
-            "so the program did not do what its ledger says. Publish nothing before the defect is known."
+            "so the program did not do what its ledger says. Publish nothing until the defect is found."
         )
-    return "Attacks that were run are listed under empirical; what they did not find is no guarantee."
+    return "Attacks that were run are listed under empirical; that they found no more is no guarantee."
 
 
 def result_texts(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -112,7 +112,7 @@ def result_texts(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             ci = "" if one["ci"] is None else f" [{one['ci'][0]:.4g}, {one['ci'][1]:.4g}]{level}"
             parts.append(f"{one['metric']} {one['estimate']:.4g}{ci}")
         if one["ceiling"] is not None:
-            parts.append(f"no more than {show_epsilon(one['ceiling'])} is possible by the accounting")
+            parts.append(f"the accounting allows at most {show_epsilon(one['ceiling'])}")
         if one["eps_lower"] is not None:
             parts.append(bound_text(one["eps_lower"], one["delta"], one["confidence"]))
         if one["assumption"]:
@@ -127,8 +127,9 @@ def planted_text(planted: Mapping[str, Any]) -> str:
     """Describe planted canaries."""
     return (
         f"{planted['canaries']} canaries were planted in the training data of this artefact, or of what it was derived "
-        f"from, as at most {planted['units']} units of their own; n counts them. If an audit flipped a coin for "
-        "each, those with tails were planted blank (or, under add_or_remove, left out). This is the canaried model. "
+        f"from, as at most {planted['units']} separate units, which n includes. If an audit flipped a coin for "
+        "each, those with tails were planted blank (under add_or_remove they were left out, and under replace_one "
+        "another secret took their place). The model was not trained again without them. "
         f"The set was fixed before training by its SHA-256, {planted['sha256']}."
         + (f" Their words come from {planted['words']}." if "words" in planted else "")
     )
@@ -183,14 +184,14 @@ def statement(card: Card) -> str:
     claim, subject = card["claim"], card["subject"]
     if claim["guarantee"] == "none":
         return (
-            f'"{subject["name"]}" carries no privacy guarantee. It was computed from private data without noise that '
-            "would cover them, so epsilon is infinite, and it may reveal single records. Handle it like the data "
-            "themselves."
+            f'"{subject["name"]}" carries no privacy guarantee. It was computed from private data without enough '
+            "noise to cover them, so epsilon is infinite, and it may reveal individual records. Handle it like the "
+            "private data themselves."
         )
     if claim["guarantee"] != "dp":
         return (
             f'For "{subject["name"]}" no privacy guarantee is proved, because an assumption of the proof does not hold '
-            "(see below). Handle it like the private data themselves."
+            "(see the assumptions). Handle it like the private data themselves."
         )
     start = [str(card["pretraining"]["start"])] if card["pretraining"].get("start") else []
     sentences = [_mechanism_sentence(card), *start, _claim_sentence(card), *_user_sentence(claim)]
@@ -237,19 +238,19 @@ def _mechanism_sentence(card: Card) -> str:
         itself += _averaged(mechanism)
         return (
             f'"{subject["name"]}" ({subject["artifact_type"]}) was computed from "{parent["name"]}" (card sha256 '
-            f"{parent['sha256'][:12]}) without going back to the private data ({mechanism['description']}). That is "
+            f"{parent['sha256'][:12]}) without going back to the private data ({mechanism['description']}). This is "
             f"post-processing and costs no privacy, so the claim is its parent's.{itself}"
         )
     n = mechanism.get("n_public")
     size = f" on {n} {card['claim']['unit_plural']}" if n else ""
     done = mechanism["steps_done"]
     if not done:
-        return f"Training made no step{size}, so nothing was released."
+        return f"Training{size} made no step, so nothing was released."
     if mechanism.get("mode") == "histogram":
         return (
-            f"A histogram{size} was made. Each {card['claim']['unit']} added {mechanism['rows_per_unit']} to public "
-            f"bins, and Gaussian noise of standard deviation {_n(mechanism['noise_std'])}{_on_grid(mechanism)} was "
-            "added to each bin once."
+            f"A histogram{size} was computed. Each {card['claim']['unit']} added {mechanism['rows_per_unit']} to "
+            f"public bins, and Gaussian noise of standard deviation {_n(mechanism['noise_std'])}{_on_grid(mechanism)} "
+            "was added to each bin once."
         )
     if mechanism.get("mode") == "private_evolution":
         facts = mechanism["mode_facts"]
@@ -280,7 +281,7 @@ def _ended_early(card: Mapping[str, Any]) -> str:
         return ""
     ended = f" It ended before the {mechanism['steps_planned']} steps that were planned"
     if any(a["holds"] is False and a["consequence"] == "no_claim" for a in card["assumptions"]):
-        return f"{ended}, and when it ended may depend on a private row, which nothing covers."
+        return f"{ended}, and when it ended may depend on a private row, which no noise covers."
     return (
         f"{ended}, and when it ended may depend on what it had released by then, so the claim is that of {counted} "
         "steps."
@@ -288,13 +289,13 @@ def _ended_early(card: Mapping[str, Any]) -> str:
 
 
 def _on_grid(mechanism: Mapping[str, Any]) -> str:
-    return ", in whole numbers on a public grid," if mechanism.get("noise") == "discrete" else ""
+    return ", as integers on a public grid," if mechanism.get("noise") == "discrete" else ""
 
 
 def _facts_of_the_mode(mechanism: Mapping[str, Any]) -> str:
     facts = mechanism.get("mode_facts") or {}
     said = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items())
-    return f" Of the mode {mechanism['mode']}: {said}." if said else ""
+    return f" Facts of the mode {mechanism['mode']}: {said}." if said else ""
 
 
 def _counted(mechanism: Mapping[str, Any]) -> str:
@@ -302,7 +303,7 @@ def _counted(mechanism: Mapping[str, Any]) -> str:
     if counted is None:
         return ""
     return (
-        " The share of clipped gradients was let out with each step, under the same noise (standard deviation "
+        " The share of clipped gradients was released with each step, under the same noise (standard deviation "
         f"{_n(counted['standard_deviation'])}). Gradient and count of one unit together move the sum by at most "
         f"{_n(mechanism['sensitivity'])}, to which the noise multiplier refers, so the epsilon covers both."
     )
@@ -311,9 +312,9 @@ def _counted(mechanism: Mapping[str, Any]) -> str:
 def _bounded(card: Card) -> str:
     mechanism, coupling = card["mechanism"], card["mechanism"].get("coupling")
     if coupling is None:
-        layers = ", each layer on its own to this over the square root of the number of layers"
+        layers = ", each layer separately to this norm divided by the square root of the number of layers"
         return (
-            f"In each step the gradient of one {_unit(card['claim'])} was clipped to L2 norm "
+            f"In each step the gradient of each {_unit(card['claim'])} was clipped to L2 norm "
             f"{_n(mechanism['max_grad_norm'])} "
             f"({mechanism['clip']}{'' if mechanism.get('clip_groups', 'flat') == 'flat' else layers})"
         )
@@ -344,7 +345,7 @@ def _user_sentence(claim: Mapping[str, Any]) -> list[str]:
         return []
     before = claim.get("max_units_before", [])
     units = claim["unit_plural"] if most > 1 else _unit(claim)
-    who = f"somebody who contributed up to {most} {units}"
+    who = f"a person who contributed up to {most} {units}"
     if None in before:
         return [f"For {who} no epsilon is stated: a run before this one declared no bound on their number."]
     who += "".join(f", and up to {earlier} to a run before this one" for earlier in before)
@@ -390,7 +391,7 @@ def card_html(card: Card) -> str:
 def _page(card: Card) -> tuple[str, str, list[Block], list[Section], str]:
     subject = card["subject"]
     title, subtitle = f"Privacy card: {subject['name']}", f"{subject['artifact_type']}, made {card['created']}"
-    footer = f"{card['schema']}. The machine-readable card and the ledger are the authority; this page repeats them."
+    footer = f"{card['schema']}. The machine-readable card and the ledger are authoritative; this page repeats them."
     return title, subtitle, claim_blocks(card), _sections(card), footer
 
 
@@ -459,7 +460,7 @@ def _accounting_blocks(card: Card) -> list[Block]:
         "epsilon_if_shuffled": "epsilon if the batches had come from shuffled passes",
         "epsilon_rdp": "epsilon by the RDP accountant",
         "epsilon_replace_one": "epsilon for replacing one unit",
-        "epsilon_underreported_by_gdp": "NOT A GUARANTEE: the central limit of Gaussian DP, which under-reports",
+        "epsilon_underreported_by_gdp": "NOT A GUARANTEE: epsilon by the central limit of Gaussian DP, under-reported",
     }
     for key, label in labels.items():
         value = accounting.get(key)
@@ -486,8 +487,8 @@ def _accounting_blocks(card: Card) -> list[Block]:
 
 
 _GROUPS_TEXT = (
-    "Epsilon for several units together, at the same delta, by the pld accountant: for one person with that many "
-    "units, or a text recorded that often:"
+    "Epsilon for several units together, at the same delta, by the pld accountant. It applies to a person with that "
+    "many units, and to content that was recorded that many times:"
 )
 
 
@@ -504,8 +505,8 @@ def total_of_runs(total: Mapping[str, Any]) -> str:
     running = f", {total['running']} of them still running or interrupted" if total["running"] else ""
     return (
         f"epsilon = {show_epsilon(total['epsilon'])} at delta = {show_delta(total['delta'])} when this run ended, of a "
-        f"limit of {total['total_eps']:g}: {total['runs']} runs{running}, composed by {total['accountant']}; for runs "
-        "that were not planned from each other's results"
+        f"limit of {total['total_eps']:g}: {total['runs']} runs{running}, composed by {total['accountant']}; valid if "
+        "no run was planned from the results of another"
     )
 
 
@@ -516,7 +517,7 @@ def _ceiling_blocks(ceilings: Mapping[str, Any]) -> list[Block]:
         for rate, value in ceilings["tpr_at_fpr"].items()
     ]
     rows += [
-        (f"naming a secret that a blind guess hits once in {1 / float(prior):,.0f} times", value)
+        (f"naming a secret that one blind guess in {1 / float(prior):,.0f} hits", value)
         for prior, value in ceilings["secret_guess"].items()
     ]
     text = (

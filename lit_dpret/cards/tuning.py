@@ -22,9 +22,9 @@ _TUNING = {
     "none": "Hyper-parameters were fixed before the private data were used, as declared.",
     "public": "Hyper-parameters were chosen by trainings on public data alone, as declared, which costs no privacy.",
     "synthetic": "NOT ACCOUNTED: hyper-parameters were chosen on DP synthetic data. Their epsilon is not in this one: "
-    "where they were made from the same people's data, both are spent.",
+    "if they were made from the same people's data, both are spent.",
     "private": "NOT ACCOUNTED: hyper-parameters were chosen on private data; epsilon does not cover that choice.",
-    "unknown": "NOT ACCOUNTED: it was not stated on which data the hyper-parameters were chosen.",
+    "unknown": "NOT ACCOUNTED: the data that the hyper-parameters were chosen on were not stated.",
 }
 
 _ON_ONE_RELEASE = (
@@ -36,7 +36,7 @@ _CHOSEN = {
     "none": "its run is one of several",
     "public": "its run is one of several",
     "private": "hyper-parameters were chosen on private data",
-    "unknown": "it was not stated on which data the hyper-parameters were chosen",
+    "unknown": "the data that the hyper-parameters were chosen on were not stated",
     "synthetic": "hyper-parameters were chosen on DP synthetic data",
 }
 
@@ -101,7 +101,7 @@ def tuning_facts(
             _cost_of(stopping, judged) if judged is not None else (None, "this artefact makes no releases of its own")
         )
         if siblings is not None:
-            value, why = None, "its proof needs a secret number of runs, and their command tells it"
+            value, why = None, "its proof needs a secret number of runs, but their command reveals it"
         accounted = value is not None
         text = _priced(stopping, value) if value is not None else f"{text} The cost of the declared search: {why}."
         chosen |= {"epsilon": value}
@@ -136,7 +136,7 @@ def with_earlier_tuning(
     if not own["accounted"] and own["data"] == earlier["data"] and str(earlier["text"]) in str(own["text"]):
         return dict(own)
     if not proved:
-        lost = f"NOT ACCOUNTED: {_CHOSEN[earlier['data']]}, and of what is made here nothing is claimed."
+        lost = f"NOT ACCOUNTED: {_CHOSEN[earlier['data']]}, and nothing is claimed of what is made here."
         earlier = {**earlier, "epsilon": None, "accounted": False, "text": lost}
     text = f"{own['text']} Of {name}: {earlier['text']}"
     if not composed and not _is_open(own):
@@ -216,8 +216,8 @@ def refuse_trials_of_no_choice(tuning: Mapping[str, Any], *, knob: str = "tuning
     """Refuse a number of trials together with the declaration that nothing was chosen."""
     if tuning.get("data") == "none" and (tuning.get("n_trials") or 0) > 1:
         raise ConfigurationError(
-            f"{knob}trials={tuning['n_trials']} with tuning_data=none: who tried several settings has chosen one. Say "
-            "in tuning_data what the choice was made on, or leave the number of trials null."
+            f"{knob}trials={tuning['n_trials']} with tuning_data=none: trying several settings means choosing one. "
+            "State in tuning_data what the choice was made on, or set the number of trials to null."
         )
 
 
@@ -233,7 +233,7 @@ def refuse_told_as_none(data: str | None, chooser: str, among: str, *, knob: str
 def _cost_of(stopping: RandomStopping, judged: Judged) -> tuple[float | None, str | None]:
     """Return the epsilon of a search among runs with these releases, or None and the reason."""
     if (plan := judged.claimed_plan) is None:
-        return None, "not computed, for there is no guarantee"
+        return None, "not computed, because there is no guarantee"
     budget = plan.budget
     try:
         value = selection_epsilon(judged.charged, stopping, delta=budget.delta, neighbours=budget.neighbours)
@@ -249,11 +249,13 @@ def declared_search(chosen: Mapping[str, Any]) -> RandomStopping | None:
     declared = [name for name in ("mean_runs", "runs_law") if chosen.get(name) is not None]
     if chosen.get("method") != "random_stopping":
         if declared:
-            raise ConfigurationError(f"tuning_{declared[0]} is for tuning_method=random_stopping, and that is not set.")
+            raise ConfigurationError(
+                f"tuning_{declared[0]} is for tuning_method=random_stopping only. Set both or none."
+            )
         return None
     if chosen["data"] != "private":
         raise ConfigurationError(
-            f"tuning_method=random_stopping with tuning_data={chosen['data']}: a search has this cost where its runs "
+            f"tuning_method=random_stopping with tuning_data={chosen['data']}: a search has this cost if its runs "
             "train on private data, whatever they are scored on. Set tuning_data=private, or tuning_method to null."
         )
     if "mean_runs" not in declared:
@@ -295,7 +297,7 @@ def _of_sweep(sweep: Mapping[str, Any], *, claims: bool) -> str:
         f"{text}, whose {sweep['private_runs']} private trainings were reserved in the ledger of the data set before "
         f"the first of them: as planned, all of them together are within epsilon = {show_epsilon(planned['epsilon'])} "
         f"at delta = {show_delta(planned['delta'])}, if none repeats steps after an interruption. "
-        "Whoever sees several of the models, or one that was chosen among them, has that, not the epsilon of one."
+        "For anyone who sees several of the models, or one chosen among them, that holds, not the epsilon of one."
     )
 
 
@@ -310,18 +312,18 @@ def _beside(siblings: Mapping[str, Any], *, claims: bool) -> str:
         text += f" {_BEYOND_PLAN[beyond]}, so that together they cost more than was planned."
     if planned is None:
         text += (
-            " What they cost together was not computed: for the same data, units and neighbours no more than their "
-            "epsilons added up, at their deltas added up, and epsilons of different ones do not add up."
+            " What they cost together was not computed. With the same data, units and neighbours it is at most the "
+            "sum of their epsilons, at the sum of their deltas; epsilons of different ones do not add up."
         )
     else:
         text += (
             f" As planned, the {siblings['private_runs']} private ones together are within epsilon = "
-            f"{show_epsilon(planned['epsilon'])} at delta = {show_delta(planned['delta'])}: that holds if "
+            f"{show_epsilon(planned['epsilon'])} at delta = {show_delta(planned['delta'])}. That holds if "
             f"{_NONE_BEYOND}."
         )
     return (
-        f"{text} That, and not the epsilon of one run, covers several of them, and one that was chosen among them, "
-        "such as the one with the best score, on whatever data it is scored."
+        f"{text} That, not the epsilon of one run, covers several of them, and one that was chosen among them, such as "
+        "the one with the best score, whatever data it was scored on."
     )
 
 
@@ -331,7 +333,7 @@ def _summed(sweep: Mapping[str, Any], limit: float) -> str:
     return (
         f"Hyper-parameters were chosen {how} among the trials of one sweep, which were trained on private data. "
         f"{_of_sweep(sweep, claims=True)} Including the choice, epsilon = {show_epsilon(limit)} at the delta of the "
-        f"claim, the limit of that ledger at delta = {show_delta(sweep['ledger_delta'])}, which no trial may pass "
+        f"claim, the limit of that ledger at delta = {show_delta(sweep['ledger_delta'])}, which no trial may exceed "
         f"(composition of all of them); the epsilon of the claim is for the one run.{_COVERED[scored]}"
     )
 
@@ -339,7 +341,7 @@ def _summed(sweep: Mapping[str, Any], limit: float) -> str:
 def _priced(stopping: RandomStopping, epsilon: float) -> str:
     return (
         "Hyper-parameters were chosen among private trainings, as declared: the best of a number of runs that was "
-        f"drawn from a {stopping.describe()} and told to nobody; none of them released more than this one, and nothing "
+        f"drawn from a {stopping.describe()} and kept secret; none of them released more than this one, and nothing "
         f"of the others was shown. Including that choice, epsilon = {show_epsilon(epsilon)} at the same delta (Renyi "
         "accounting; Papernot and Steinke 2022); the epsilon of the claim is for the one run. The records on which the "
         "runs were scored are not covered."

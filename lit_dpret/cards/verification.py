@@ -126,7 +126,7 @@ class Verification:
 
 
 _SHOWN = 5
-_UNDECIDED = "nothing here decides these, so a signature alone holds them: "
+_UNDECIDED = "no check here confirms these, so only a signature protects them: "
 _OPENED = re.compile(r"---[ \t]*(\n|\Z)")
 _HEADER = re.compile(r"---\n(.*?)\n---(\n|\Z)", re.DOTALL)
 _OF_THE_PROGRAM = ("checksum", "environment", "package_versions")
@@ -190,7 +190,7 @@ def _follow(
 ) -> list[FoundCard]:
     named = list(found.card["parents"])
     if found.card["mechanism"].get("kind") == "post_processing" and not named:
-        result.pass_over(found.name, "parents", "it is derived from something, and names no parent.", failed=True)
+        result.pass_over(found.name, "parents", "it was derived from something, but names no parent.", failed=True)
         return [found]
     decided = _examine(result, lineage, found, must_have_files=True, allow_missing_ledger=allow_missing_ledger)
     child: FoundCard | None = found
@@ -260,7 +260,7 @@ def _check_files(result: Verification, lineage: Lineage, found: FoundCard, *, re
     folders = (found.path.parent, found.path.parent / MODEL_FOLDER)
     folder = max(folders, key=lambda place: sum((place / file).is_file() for file in digests))
     if not required and not any((folder / file).is_file() for file in digests):
-        result.pass_over(name, "files", "none of them lies beside the card; the artefact that was made from them does.")
+        result.pass_over(name, "files", "none of them is next to the card; only those of the first card must be.")
         return
     result.add(name, "files", changed_files(digests, folder), f"{len(digests)} with the SHA-256 on the card")
     page = found.path.parent / README
@@ -276,7 +276,7 @@ def _check_files(result: Verification, lineage: Lineage, found: FoundCard, *, re
         paths += [f"checkpoints/{file.name}" for file in sorted((found.path.parent / "checkpoints").glob("*.ckpt"))]
     if others := [path for path in paths if path not in digests]:
         shown = ", ".join(others[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
-        result.pass_over(name, "other files", f"not on the card, so nothing is known of them: {shown}")
+        result.pass_over(name, "other files", f"not on the card, so nothing is known about them: {shown}")
 
 
 def _check_page(result: Verification, found: FoundCard, page: Path) -> bool:
@@ -296,7 +296,7 @@ def _check_page(result: Verification, found: FoundCard, page: Path) -> bool:
         return False
     known = claim_metadata(found.card)  # as amended: an earlier version's page lacks the cautions added since
     problems = [] if stated == known else [f"its header states {stated}, and the card {known}."]
-    told = "the claim in its header is that of the card; its other words are free"
+    told = "the claim in its header is that of the card; its other text is not compared"
     result.add(found.name, README, problems, told)
     return True
 
@@ -316,7 +316,7 @@ def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, a
         again = recheck(found.card, lineage.read(ledger))
     except LedgerError as error:
         again = Recheck([str(error)])
-    text = f"{stored['records']} records, whole; they give {privacy_line(found.card)}"
+    text = f"{stored['records']} records, complete; they give {privacy_line(found.card)}"
     result.add(name, "ledger", again.problems, text)
     if again.decided:
         told = f"{again.numbers} on the card, ceilings and mechanism included, follow from the ledger"
@@ -372,7 +372,7 @@ def _check_copy(result: Verification, lineage: Lineage, found: FoundCard) -> Non
     first, other = (list(versions(card))[-1] for card in (found.card, copy.card))
     differing = [key for key in {**first, **other} if key not in _OF_THE_PROGRAM and first.get(key) != other.get(key)]
     if differing:
-        why = f"{copy.path} says another {', '.join(differing)} than {found.path}: one of them was edited."
+        why = f"{copy.path} has another {', '.join(differing)} than {found.path}: one of them was edited."
         told = any(finding.artefact == name for finding in result.failed)
         result.pass_over(name, "copy", why, failed=not told)  # if the card itself failed, the copy may be the good one
         return
@@ -395,9 +395,9 @@ def _wrong_words(found: FoundCard) -> list[str]:
     if card["banners"] != said(card)["banners"]:
         wrong.append("The banners do not follow from the card's facts.")
     if card.get("signoff") != SIGNOFF:
-        wrong.append("What it says on signing is not what every card says.")
+        wrong.append("Its text on signing is not that of every card.")
     if missing := [text for key, due in _due(card).items() for text in due if text not in card[key]]:
-        wrong.append(f"{len(missing)} sentences on what is not covered are missing, the first: {missing[0]}")
+        wrong.append(f"{len(missing)} cautions, or gaps of the claim, are missing, the first: {missing[0]}")
     for suffix, write in ((".md", card_markdown), (".html", card_html)):
         page = found.path.with_suffix(suffix)
         if page.is_file() and page.read_text(encoding="utf-8", errors="replace") != write(card):
@@ -449,7 +449,7 @@ def _check_signatures(result: Verification, chain: Sequence[FoundCard], key: str
         if key is not None:
             result.add(found.name, "signature", [], text)
         else:
-            why = f"{text}; whose key that is cannot be said here. Give task.public_key=FILE, from a source you trust."
+            why = f"{text}; whose key it is cannot be checked here. Give task.public_key=FILE, from a source you trust."
             result.pass_over(found.name, "signature", why)
         if signed.later:
             why = f"{signed.later} notes were added to the card after it was signed."
@@ -457,13 +457,13 @@ def _check_signatures(result: Verification, chain: Sequence[FoundCard], key: str
     if chain[0].path.with_name(SIGNATURE_NAME).is_file():
         return
     if fitting:
-        why = f"it is not signed itself; {fitting[0].name} is, and so is what that was derived from."
+        why = f"it is not signed itself; {fitting[0].name} is, and that covers what it was derived from."
     elif key is not None:
         why = "there is none by the key of task.public_key."
     else:
         why = (
-            f"there is none ({SIGNATURE_NAME}), so that a chain which was rewritten whole, ledger, files and cards, "
-            "would pass too. task.sign_with=KEYFILE signs a card."
+            f"there is none ({SIGNATURE_NAME}), so a chain that was completely rewritten (ledger, files and "
+            "cards) would pass too. task.sign_with=KEYFILE signs a card."
         )
     result.pass_over(chain[0].name, "signature", why, failed=key is not None and not fitting)
 
@@ -480,6 +480,6 @@ def _not_found(parent: Mapping[str, Any], lineage: Lineage) -> str:
         "folder that holds it in task.parents=[DIR], or accept the gap with task.allow_missing_parents=true."
     )
     if lineage.damaged:
-        text += f" On the way, {len(lineage.damaged)} cards were met that are damaged or were edited: "
+        text += f" The search met {len(lineage.damaged)} cards that are damaged or were edited: "
         text += ", ".join(str(path) for path in lineage.damaged[:_SHOWN])
     return text

@@ -21,7 +21,7 @@ RANKS = AttackResult(
     delta=0.0, confidence=0.95, method="rank 1 or better, one training", assumption="coins.", copies=10, ceiling=0.336,
 )  # fmt: skip
 PLANTED = {"canaries": 9, "units": 333, "sha256": "a" * 64}
-GAP = "BLEU of set, computed from private queries: whoever is shown these numbers is told more than the claim covers."
+GAP = "BLEU of set, computed from private queries: anyone who sees these numbers learns more than the claim covers."
 CAUTION = "BLEU of set was computed from private queries after this card was made. Those numbers are not covered."
 Amend = Callable[[Path], "Path | None"]
 
@@ -58,7 +58,7 @@ def test_amendments_stand_on_card_and_pages_a_note_once_and_every_earlier_card_c
         page = (folder / name).read_text(encoding="utf-8")
         assert GAP in page and CAUTION in page
         assert "evidence of leakage at least 0.41" in page and "absence of evidence is no guarantee" in page
-        assert "No attack has been run" not in page and "trained on the planted canaries" in page
+        assert "No attack on this artefact" not in page and "trained on the planted canaries" in page
 
 
 @both

@@ -216,7 +216,7 @@ def test_a_printed_epsilon_never_stands_without_unit_neighbours_and_delta(
     terms = (show_epsilon(card["claim"]["epsilon"]), "0.0005", unit, neighbours)
     for text in (privacy_line(card), card_markdown(card), card_html(card)):
         assert all(term in text for term in terms)
-    words = {"zero_out": "blanking", "add_or_remove": "adding or removing", "replace_one": "by any other"}
+    words = {"zero_out": "blanking", "add_or_remove": "adding or removing", "replace_one": "with any other"}
     units = {"query": "one query", "pair": "one (query, passage) pair", "user": "one user contributed"}
     for term in (*terms[:2], words[neighbours], units[unit]):
         assert term in card["claim"]["statement"]
@@ -254,7 +254,7 @@ def test_the_other_readings_of_the_same_noise_stand_beside_the_claim_where_they_
     assert shuffled["accounting"]["epsilon_underreported_by_gdp"] is None
     unproved = Run(tmp_path / "unproved", make_plan(neighbours="add_or_remove")).train().card()
     assert unproved["accounting"]["epsilon_if_shuffled"] is None
-    assert "no accountant judges this" in card_markdown(unproved)
+    assert "no accountant supports this" in card_markdown(unproved)
 
 
 def test_printed_numbers_are_rounded_up() -> None:
@@ -329,7 +329,7 @@ def test_a_ledger_that_went_on_or_was_cut_at_its_end_does_not_fit_the_card(run: 
     run.path.write_bytes(b"".join(lines[:-3]))
     assert PrivacyLedger.read(run.path).records  # the chain alone sees nothing
     (problem,) = verify_card(card, run.path)
-    assert "cut off its end" in problem
+    assert "removed from its end" in problem
 
 
 @pytest.mark.parametrize(

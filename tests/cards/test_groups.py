@@ -69,7 +69,7 @@ def test_copies_that_are_one_unit_are_called_no_units_of_their_own(unit: Any, tm
     merged = Run(tmp_path / "run", replace(plan, budget=replace(plan.budget, duplicates="merge"))).train()
     card = merged.card()
     assert "erasing every copy of a" in card["claim"]["duplicates_policy"]
-    assert not any("each copy is a unit of its own" in gap for gap in card["not_covered"])
+    assert not any("each copy is a separate unit" in gap for gap in card["not_covered"])
     (gap,) = [text for text in card["not_covered"] if "in other words" in text]
     assert all(show_epsilon(of(units)) in gap for units in (2, 5, 10)) and "copies" not in gap
     assert verify_card(card, merged.path) == []

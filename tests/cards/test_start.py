@@ -123,7 +123,7 @@ def test_the_card_states_what_the_claim_of_the_start_rests_on_and_leaves_open(tm
         assert {f"Of parent: {text}" for text in open_there} <= {one["text"] for one in card["assumptions"]}
         assert card["claim"]["guarantee"] == "dp" and not card["randomness"]["secure"]
         assert "ChaCha20" in card["randomness"]["rng"] and "Philox" in card["randomness"]["rng"]
-        assert any("not a cryptographic" in gap for gap in card["not_covered"])
+        assert any("not cryptographic" in gap for gap in card["not_covered"])
         assert any("scores of private queries" in gap for gap in card["not_covered"])
         assert any(gap.startswith("Of parent, alone: A choice among the 2 runs") for gap in card["not_covered"])
         assert "5 canaries were planted" in card["pretraining"]["start"]

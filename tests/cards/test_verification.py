@@ -164,7 +164,7 @@ def test_a_card_or_a_parent_that_was_edited_by_hand_is_rejected(chain: Chain) ->
     edit(chain.synthetic / "privacy_card.json", lambda card: card["claim"].update(epsilon=0.01), forge=False)
     assert "It was edited" in rejected(verify_chain(chain.synthetic), artefact="privacy_card.json", check="card")
     text = rejected(verify_chain(chain.encoder), artefact="synthetic", check="card")
-    assert "1 cards were met that are damaged or were edited" in text and "synthetic/privacy_card.json" in text
+    assert "The search met 1 cards that are damaged or were edited" in text and "synthetic/privacy_card.json" in text
     edit(chain.synthetic / "privacy_card.json", lambda card: card["claim"].update(epsilon=0.01))
     rejected(verify_chain(chain.encoder), artefact="synthetic", check="card")
 
@@ -178,7 +178,7 @@ def test_a_card_or_a_parent_that_was_edited_by_hand_is_rejected(chain: Chain) ->
         (lambda card: card["empirical"]["ceilings"].update(membership_accuracy=0.5), "Its ceilings of attacks"),
         (lambda card: card["parents"].pop(), "The cards that it names after its parent are not"),
         (lambda card: card["assumptions"].pop(), "It leaves out assumptions of its parent"),
-        (lambda card: card["assumptions"][0].update(holds=False), "An assumption of its own does not hold"),
+        (lambda card: card["assumptions"][0].update(holds=False), "One of its own assumptions does not hold"),
         (lambda card: card["not_covered"].pop(), "It leaves out what its parent does not cover"),
     ],
     ids=["epsilon", "unit", "accounting", "ceilings", "ancestors", "assumptions", "false assumption", "not covered"],
@@ -211,7 +211,7 @@ def test_words_and_pages_that_do_not_follow_from_the_facts_are_rejected(
     page.write_text(page.read_text(encoding="utf-8").replace("zero-out", "nothing at all"), encoding="utf-8")
     assert "privacy_card.html" in rejected(verify_chain(chain.generator), artefact="QueryGenerator", check="words")
     edit(chain.generator / "model" / "privacy_card.json", lambda card: card["not_covered"].pop())
-    assert "on what is not covered are missing" in verify_chain(chain.generator / "model").failed[0].text
+    assert "gaps of the claim, are missing" in verify_chain(chain.generator / "model").failed[0].text
 
 
 def test_words_that_another_version_may_have_written_are_not_called_wrong_unless_a_warning_is_gone(

@@ -123,7 +123,7 @@ def synthetic_card(source: Path, folder: Path, make: Any = Public, **settings: A
 
 
 def test_settings_that_were_fixed_beforehand_are_no_gap_of_the_card(source: Path, tmp_path: Path) -> None:
-    gap = "synthetic: The choice of hyper-parameters: on which data it was made was not stated."
+    gap = "synthetic: The choice of hyper-parameters: the data that it was made on were not stated."
     assert gap in synthetic_card(source, tmp_path / "unknown")["not_covered"]
     card = synthetic_card(source, tmp_path / "none", tuning_data="none", tuning_note="as they come")
     assert card["tuning"]["data"] == "none" and card["tuning"]["note"] == "as they come"

@@ -179,7 +179,7 @@ def test_scores_of_private_queries_are_on_the_card_before_they_are_computed_and_
     card, found = read_card(carded), facts(tmp_path / "run")
     gaps = [text for text in card["not_covered"] if text not in before["not_covered"]]
     assert gaps == [
-        "Similarity (overlap) of set, computed from private queries: whoever is shown these numbers is told more "
+        "Similarity (overlap) of set, computed from private queries: anyone who sees these numbers learns more "
         "than the claim covers."
     ]
     assert card["claim"] == before["claim"]

@@ -270,7 +270,7 @@ def test_a_covered_models_card_beside_other_weights_is_refused(
         (folder / "pytorch_model.bin").write_bytes(b"weights")
     else:
         next(folder.glob("*.safetensors")).unlink()
-    with pytest.raises(DataError, match="card is of something else"):
+    with pytest.raises(DataError, match="card describes something else"):
         require_covered(folder, released, declared_public=True, knob="encoder")
 
 
