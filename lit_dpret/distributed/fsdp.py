@@ -309,7 +309,7 @@ def _as_on_rank_0(module: nn.Module) -> None:
 def _shard_of(name: str, parameter: Tensor, rank: int, world: int) -> Shard:
     """Return the coordinates of a parameter on ``rank``: equally many rows on each rank, until none are left."""
     if not isinstance(parameter, DTensor) or tuple(parameter.placements) != (Rows(0),):
-        raise UnsupportedModelError(f"Parameter {name} is not cut along its first axis, so its noise has no place.")
+        raise UnsupportedModelError(f"Parameter {name} is not sharded along its first axis, so it cannot be noised.")
     total = parameter.shape[0]
     row, rows = parameter.numel() // max(total, 1), -(-total // world)
     first, last = min(rank * rows, total), min((rank + 1) * rows, total)

@@ -22,7 +22,8 @@ LAUNCHER = "LIT_DPRET_LAUNCHER"
 _LEFT_BEHIND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 _LIGHTNINGS_WATCH = "lightning.fabric.strategies.launchers.subprocess_script"
 _HOW_TO_GO_ON = (
-    "The ledger holds every step that was granted: the same command with resume=true goes on from the last checkpoint."
+    "The ledger holds every granted step. To continue from the last checkpoint, run the command again with resume=true "
+    "and hydra.run.dir=RUN, the folder of this run."
 )
 
 

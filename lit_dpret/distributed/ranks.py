@@ -255,8 +255,8 @@ def lost_rank(error: BaseException) -> WorkerError | None:
         return None
     return WorkerError(
         "Another process of this job ended or stopped answering, so this one ends too; its message is above or in its "
-        "own log. The ledger holds every granted step: the same command with resume=true continues from the last "
-        f"checkpoint. ({reason})"
+        "own log. The ledger holds every granted step: with resume=true in the same hydra.run.dir, the run continues "
+        f"from the last checkpoint. ({reason})"
     )
 
 

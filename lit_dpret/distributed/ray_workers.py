@@ -39,7 +39,9 @@ def device_named(name: str, *, knob: str = "device") -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigurationError(f"{knob}={name} cannot be used here. Choose cpu, or a device that is here.") from error
+        raise ConfigurationError(
+            f"{knob}={name} is not a device of this machine. Choose cpu, or one that it has."
+        ) from error
     return device
 
 
@@ -106,7 +108,8 @@ def _require_places(has: Mapping[str, float], needs: Mapping[str, int]) -> None:
     if cpus < needs["num_cpus"] or gpus < needs["num_gpus"]:
         raise ConfigurationError(
             f"A worker needs {needs['num_cpus']} processors (task.threads, or OMP_NUM_THREADS for task=encode and "
-            f"task=evaluate) and {needs['num_gpus']} GPUs (task.device), and the Ray cluster has {cpus} and {gpus}."
+            f"task=evaluate) and {needs['num_gpus']} GPUs (task.device), but the Ray cluster has {cpus} and {gpus}. "
+            "Lower them, or set task.workers=0 to work in this process."
         )
 
 
@@ -183,7 +186,7 @@ class _Pool(Generic[T, R]):
                 if deaths + 1 == _DEATHS:
                     raise WorkerError(
                         f"{_DEATHS} workers died over the same piece of work, as they do when memory runs out. Each "
-                        f"holds the model: take fewer (task.workers). {_KEPT}"
+                        f"holds the model: use fewer (task.workers). {_KEPT}"
                     ) from death
                 queue.append((piece, deaths + 1))
                 self._start()
@@ -202,7 +205,7 @@ class _Pool(Generic[T, R]):
             self._still_born += 1
             if self._still_born == _DEATHS:
                 raise WorkerError(
-                    f"{_DEATHS} workers died before they were ready. Each holds the model; take fewer (task.workers) "
+                    f"{_DEATHS} workers died before they were ready. Each holds the model; use fewer (task.workers) "
                     f"if memory was the reason. Ray says: {death}"
                 ) from death
             self._start()
@@ -211,7 +214,7 @@ class _Pool(Generic[T, R]):
             raise error
         if versions != (here := _versions()):
             raise WorkerError(
-                f"A worker has {versions}, and this process {here}: they might compute other bytes. Install the same "
+                f"A worker has {versions}, but this process {here}: their results might differ. Install the same "
                 "versions on all machines."
             )
         self._free.append(worker)

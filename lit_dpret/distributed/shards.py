@@ -140,7 +140,7 @@ class ShardLayout:
             if end != sizes[name] or sum(shard.count for shard in parts) != end:
                 raise UnsupportedModelError(
                     f"The ranks do not have each of the {sizes[name]} coordinates of {name} exactly once, so noise "
-                    "would be missing or added twice. Choose another strategy; trainer=ddp cuts no parameter."
+                    "would be missing or added twice. Choose another strategy; trainer=ddp shards no parameter."
                 )
 
 
@@ -172,7 +172,9 @@ def place_of(tensor: Tensor) -> tuple[Tensor, int]:
     cut: Any = tensor
     [placement] = cut.placements if len(cut.placements) == 1 else [None]
     if placement is None or not placement.is_shard(0):
-        raise UnsupportedModelError(f"A tensor is sharded as {cut.placements}, and noise has no place in it.")
+        raise UnsupportedModelError(
+            f"A tensor is sharded as {cut.placements}, not along its first axis alone, so it cannot be noised."
+        )
     rows = -(-cut.shape[0] // cut.device_mesh.size())
     first = min(rows * cut.device_mesh.get_local_rank(), cut.shape[0])
     local: Tensor = cut.to_local()

@@ -50,7 +50,7 @@ class Strategy:
         return None if engines is None or engine in engines else self.undeclared
 
 
-_ON_XLA = "its shapes, or its branches, follow from values, and XLA would compile each of them again"
+_ON_XLA = "its shapes, or its branches, depend on values, and XLA would recompile for each of them"
 _FORKED = "a forked process is a copy of one that may hold open ledgers, and what its callbacks learn is lost with it"
 
 STRATEGIES: tuple[Strategy, ...] = (
@@ -63,16 +63,17 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy(
         "fsdp",
         "Each rank keeps a shard of every parameter and gathers the rest to clip its units; the clipped sums are added "
-        "up in float32 or wider and cut up again; each rank adds the noise of its shard, once, and updates its shard.",
+        "up in float32 or wider and sharded again; each rank adds the noise of its shard, once, and updates its shard.",
     ),
     Strategy(
         "deepspeed",
         "Each rank clips its units; the clipped sums are added up in float32 or wider, each coordinate on the rank "
-        "that keeps its master weight; that rank adds its noise, once; DeepSpeed's optimizer takes what is finished.",
+        "that keeps its master weight; that rank adds its noise, once; DeepSpeed's optimizer takes the finished "
+        "gradient.",
     ),
     Strategy(
         "xla",
-        "One process drives one XLA device, on batches filled up to one shape; noise is drawn on the host.",
+        "One process drives one XLA device, on batches padded to one shape; noise is drawn on the host.",
         undeclared=_ON_XLA,
     ),
     Strategy(
@@ -84,12 +85,13 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("xla_fork", refused=_FORKED),
     Strategy(
         "plain_deepspeed",
-        refused="its checkpoints are folders of pickles, which a kill can leave half written, and nothing tells "
-        "a module who takes its gradients; use lit_dpret.distributed.zero.ZeroStrategy, which has neither problem",
+        refused="its checkpoints are folders of pickles, which a kill can leave half written, and it gives "
+        "a module no way to hand over its gradients; use lit_dpret.distributed.zero.ZeroStrategy, which has neither "
+        "problem",
     ),
     Strategy("ddp_spawn", refused="what the callbacks learn in a spawned process, epsilon above all, is lost with it"),
     Strategy("ddp_fork", refused=_FORKED),
-    Strategy("custom", refused="nobody has shown what it does to a clipped sum"),
+    Strategy("custom", refused="its effect on a clipped sum is unknown"),
 )
 
 

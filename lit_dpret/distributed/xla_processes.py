@@ -46,7 +46,7 @@ class XLAProcesses(SingleDeviceXLAStrategy):
         if missing:
             raise ConfigurationError(
                 f"trainer=tpu_processes: {', '.join(missing)} is not set in the environment, so this process does not "
-                "know which one it is. Start the command by torchrun --nproc_per_node=DEVICES, or take trainer=tpu."
+                "know which one it is. Start the command with torchrun --nproc_per_node=DEVICES, or choose trainer=tpu."
             )
         self.timeout = timedelta(minutes=timeout_minutes)
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))

@@ -36,8 +36,8 @@ def zero_handover(engine: Any, module: nn.Module, ranks: Ranks) -> ZeroHandover:
     if kind == "DeepSpeedZeroOptimizer_Stage3":
         return _Stage3(engine, module, ranks)
     raise ConfigurationError(
-        f"DeepSpeed made a {kind} of these settings, and a private step is shown for ZeRO's stages 1 to 3 alone. Set "
-        "zero_optimization.stage to 1, 2 or 3, and leave data_types.grad_accum_dtype out."
+        f"DeepSpeed built a {kind} from these settings, and private steps are tested for ZeRO's stages 1 to 3 alone. "
+        "Set zero_optimization.stage to 1, 2 or 3, and leave data_types.grad_accum_dtype out."
     )
 
 
@@ -273,7 +273,7 @@ def _name_of(parameter: nn.Parameter, names: Mapping[int, str]) -> str:
 def _refuse_other_values(name: str, master: Tensor, here: Tensor) -> None:
     if not torch.equal(master.to(here.device, here.dtype), here[: master.numel()]):
         raise UnsupportedModelError(
-            f"DeepSpeed's master weights of {name} are not where they were looked for, so its gradient would be given "
+            f"DeepSpeed's master weights of {name} are not where they were expected, so its gradient would be given "
             "to another parameter. Use a tested version (pip install lit-dpret[deepspeed]), and leave "
             "zero_optimization.round_robin_gradients out."
         )
@@ -346,7 +346,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
         if deepspeed.get_accelerator().device_name() != "cpu":
             raise ConfigurationError(
-                f"trainer.accelerator=cpu, and DeepSpeed found {deepspeed.get_accelerator().device_name()}. Set the "
+                f"trainer.accelerator=cpu, but DeepSpeed found {deepspeed.get_accelerator().device_name()}. Set the "
                 "environment variable DS_ACCELERATOR=cpu too."
             )
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise it is compiled first, for minutes
@@ -385,7 +385,9 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def _own(self) -> ZeroHandover:
         if self.handover is None:
-            raise ConfigurationError("trainer=deepspeed trains a PrivateModule; nothing else was shown.")
+            raise ConfigurationError(
+                "trainer=deepspeed trains only a PrivateModule. Choose another trainer for others."
+            )
         return self.handover
 
     # -- checkpoints: one file ---------------------------------------------------------------
@@ -409,7 +411,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         if not all(map(is_zero_state, found.get("optimizer_states", ()))):
             raise ResumeError(
                 f"The checkpoint {checkpoint_path} was not written under trainer=deepspeed, and ZeRO cannot read its "
-                "optimizer state. Go on with another trainer: trainer=cpu, gpu, ddp and fsdp read each other's."
+                "optimizer state. Continue with another trainer: trainer=cpu, gpu, ddp and fsdp read each other's."
             )
         return found
 

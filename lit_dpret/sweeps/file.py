@@ -94,7 +94,7 @@ class SweepFile:
             raise ConfigurationError(f"task.file={path} has no parameters to vary.")
         cap = content.get("run_cap")
         if cap is not None and (not is_whole(cap) or cap < 1):
-            raise ConfigurationError(f"task.file={path}: run_cap={cap} must be a whole number of at least 1.")
+            raise ConfigurationError(f"task.file={path}: run_cap={cap} must be an integer of at least 1.")
         if method == "random" and cap is None:
             raise ConfigurationError(f"task.file={path}: method=random never ends without run_cap. Set one.")
         command = [str(part) for part in content.get("command") or _MACROS]
@@ -146,7 +146,7 @@ class SweepFile:
             elif part == "${args_no_hyphens}":
                 words += trial.overrides
             elif part.startswith("${") and part.endswith("}") and not _ENVIRONMENT.fullmatch(part):
-                raise ConfigurationError(f"task.file={self.path}: {part} is none of {', '.join(_MACROS)}.")
+                raise ConfigurationError(f"task.file={self.path}: {part} is not one of {', '.join(_MACROS)}.")
             else:
                 words.append(_ENVIRONMENT.sub(lambda found: environment.get(found[1], found[1]), part))
         return words
@@ -164,7 +164,8 @@ def _values(file: Path, name: str, given: Any) -> list[Any]:
     if isinstance(given, dict) and isinstance(given.get("values"), list) and given["values"]:
         if extra := set(given) - {"values", "distribution"}:
             raise ConfigurationError(
-                f"task.file={file}: parameters.{name} has {', '.join(sorted(extra))} beside values."
+                f"task.file={file}: parameters.{name} has {', '.join(sorted(extra))} in addition to values. Remove "
+                "that."
             )
         values = list(given["values"])
         if len({json.dumps(value, default=str) for value in values}) != len(values):

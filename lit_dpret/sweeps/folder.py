@@ -89,7 +89,7 @@ class SweepFolder:
         """Read a planned sweep."""
         path = Path(folder).expanduser() / SWEEP
         if not path.exists():
-            raise ConfigurationError(f"{folder} holds no {SWEEP}: plan the sweep first, by task=sweep.")
+            raise ConfigurationError(f"{folder} holds no {SWEEP}: plan the sweep first, with task=sweep.")
         return cls(path.parent, read_json(path, SCHEMA))
 
     def require(self, file: SweepFile, dataset_ledger: Path | None, total_eps: float | None, metric_data: str) -> None:
@@ -186,8 +186,8 @@ def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedge
     ledger = sweep.ledger(budget, trial=True)
     if ledger is None:
         raise ConfigurationError(
-            f"trial_of={sweep.folder} planned no private run, and this one is under privacy={mode}. Plan the sweep "
-            "that it belongs to."
+            f"trial_of={sweep.folder} planned no private run, but this one is under privacy={mode}. Plan a sweep "
+            "that includes it."
         )
     if (known := sweep.facts["ledger_delta"]) is not None and (found := ledger.terms()["delta"]) != known:
         raise ConfigurationError(

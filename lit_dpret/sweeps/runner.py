@@ -130,7 +130,8 @@ def _run(sweep: SweepFolder, file: SweepFile, trial: Trial, folder: Path, offlin
         raise StorageError(f"A trial cannot be started in {folder}: {error.strerror or error}.") from error
     if code == 0 and sweep.result(trial.id) is None:
         raise ConfigurationError(
-            f"task.file={file.path}: a trial ended without a result, so its command trains none. See {folder / LOG}."
+            f"task.file={file.path}: a trial ended without a result, so its command trains no model. See "
+            f"{folder / LOG}."
         )
     return None if code == 0 else _reason(code, folder / LOG)
 
