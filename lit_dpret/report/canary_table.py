@@ -23,28 +23,28 @@ FORMS = {
     "both": "Secret in query and passage",
 }
 _HOW = (
-    "Rank: of the planted secret among {candidates} candidates by perplexity, 1 the likeliest, ties against the "
-    "finding; with the t-interval over trainings, and none where all trainings agree. A secret that was not planted "
+    "Rank: of the planted secret among {candidates} candidates by perplexity, 1 the likeliest, ties counted against "
+    "the finding; with the t-interval over trainings, and none if all trainings agree. A secret that was not planted "
     "has {chance} on average. Rank 1 and leaked: shares with Clopper and Pearson's interval, counted by training, as "
-    "if the canaries of one training rose and fell together. Leaked: the secret stands in one of {draws} queries drawn "
+    "if the canaries of one training rose and fell together. Leaked: the secret occurs in one of {draws} queries drawn "
     "for its passage without it. In brackets: 95 %. Bits: mean exposure."
 )
 _HOW_PAIRS = (
     "Rank: of the planted secret among {candidates} candidates, 1 the nearest, by how surely the encoder tells the "
-    "pair's own passage from those of the other canaries; ties against the finding; with the t-interval over "
-    "trainings, and none where all trainings agree. A secret that was not planted has {chance} on average. Rank 1: the "
+    "pair's own passage from those of the other canaries; ties counted against the finding; with the t-interval over "
+    "trainings, and none if all trainings agree. A secret that was not planted has {chance} on average. Rank 1: the "
     "share with Clopper and Pearson's interval, counted by training. In brackets: 95 %. Bits: mean exposure."
 )
 _DRAWN = "Queries are drawn with top_p = {top_p:g} and temperature {temperature:g}, at most {max_new_tokens} tokens."
 _BOUND = (
-    "Bound: evidence of leakage at least so much, as epsilon for one unit at 95 %; absence of evidence is no "
-    "guarantee. Where canaries share a training the bound is for pure DP (delta = 0). Point values, which have no "
+    "Bound: evidence of leakage of at least this much, as epsilon for one unit at 95 %; absence of evidence is no "
+    "guarantee. If canaries share a training, the bound is for pure DP (delta = 0). Point values, which have no "
     "confidence, are in the JSON alone."
 )
 _CEILING = (
-    "At least and at most: what the accounting allows, which is no measurement. A secret with k copies is k units, so "
-    "that its ceiling is that of k units together, by the mixture of Gaussians. 100 % says that the claim does not "
-    "protect so many copies."
+    "At least and at most: what the accounting allows, which is not a measurement. A secret with k copies is k units, "
+    "so its ceiling is that of k units together, by the mixture of Gaussians. 100 % means that the claim does not "
+    "protect that many copies."
 )
 
 
@@ -122,13 +122,13 @@ def _line(row: CanaryRow) -> tuple[object, ...]:
 
 def _words(rows: Sequence[CanaryRow], facts: Mapping[str, Any], notes: Sequence[str], command: str) -> list[Section]:
     measure, of = facts["measure"], {"candidates": facts["candidates"], "chance": (facts["candidates"] + 1) / 2}
-    how, drawn = _HOW_PAIRS.format(**of), "The model is a dual encoder, and writes no text: nothing was drawn."
+    how, drawn = _HOW_PAIRS.format(**of), "The model is a dual encoder, which writes no text: nothing was drawn."
     if any(row.cell.draws for row in rows):
         how, drawn = _HOW.format(**of, draws=measure["draws"]), _DRAWN.format(**measure)
     return [
         Section("How to read this", [Paragraph(how), Paragraph(_BOUND), Paragraph(_CEILING)]),
         Section("What was done", [Bullets([*notes, drawn, *_claims(rows)])]),
-        *([Section("How to get this again", [Code(command)])] if command else []),
+        *([Section("How to reproduce this", [Code(command)])] if command else []),
     ]
 
 

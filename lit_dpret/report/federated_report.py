@@ -80,17 +80,17 @@ _SCHEMA = "lit-dpret/federated-report/1"
 _GAIN = "sentence/success@1"
 _HOW = (
     "Each cell: ours, the mean over silos and then over seeds with its 95 % t-interval over seeds, and after the slash "
-    "the paper's. The paper's data, encoder and sizes are others, so the two are not to be compared as numbers, only "
-    "their orders are. R@k is the paper's name for any-hit (success@k): whether one of the sentences that answer is "
-    "among the first k. The paper does not say how it averages; the mean over silos counts each silo alike, and the "
-    "mean over all queries stands in a table of its own."
+    "the paper's. The paper's data, encoder and sizes differ, so compare only the orders, not the numbers. R@k is the "
+    "paper's name for any-hit (success@k): whether one of the answering sentences is among the first k. The paper does "
+    "not say how it averages; the mean over silos counts each silo equally, and a separate table has the mean over all "
+    "queries."
 )
 _ONE_RUN = (
-    "A run is one system with one seed, stage 1 included, and its ledgers are its own: a budget is of one run. So "
-    "'one run' is what deploying that system once costs (the largest over seeds). A row of the tables above is a mean "
-    "over seeds, and the page shows several rows: whoever has what all seeds of a row released, or all runs behind "
-    "this page, has it composed, each private run counted once. Those are the other columns, and no budget bounds "
-    "them. What trains alone or centrally has no budget, since it sends nothing anywhere, or promises nothing."
+    "A run is one system with one seed, stage 1 included, with its own ledgers: a budget is for one run. So 'one run' "
+    "is what deploying that system once costs (the largest over seeds). A row of the tables above is a mean over "
+    "seeds, and the page shows several rows: for anyone who has what all seeds of a row released, or all runs behind "
+    "this page, the costs are composed, each private run counted once. Those are the other columns, and no budget "
+    "bounds them. Systems that train alone or centrally have no budget, since they send nothing, or promise nothing."
 )
 
 
@@ -177,7 +177,7 @@ def write_federated_report(folder: Path, rows: Sequence[FederatedRow], facts: Fe
     ordered = [by_name[name] for name in TABLE_1 if name in by_name]
     figure = gain_chart({"Gain in sentence R@1 of stage 1 over a silo alone (STAR)": _gains(by_name, "stage1")})
     page = Page(
-        name=NAME, title="PDD-AS2 over silos, beside the paper", lead=_lead(ordered, facts),
+        name=NAME, title="PDD-AS2 over silos, compared with the paper", lead=_lead(ordered, facts),
         sections=_sections(ordered, by_name, facts, figure), facts=_data(ordered, by_name, facts),
     )  # fmt: skip
     written = page.write(folder)
@@ -200,13 +200,13 @@ def _lead(rows: Sequence[FederatedRow], facts: FederatedFacts) -> list[Block]:
         if runs <= 1:
             page = "This page shows one such run."
         elif most is None:
-            page = f"This page shows {runs} such runs, and what they cost together is not known here."
+            page = f"This page shows {runs} such runs; what they cost together is not known here."
         else:
             page = (
-                f"This page shows {runs} such runs: everything behind it together cost a silo up to epsilon = "
+                f"This page shows {runs} such runs: together they cost a silo up to epsilon = "
                 f"{_spent(most)}, each private run counted once."
             )
-        claim = Banner(f"{budget} {page} What was spent stands below, silo by silo.", "plain")
+        claim = Banner(f"{budget} {page} What was spent is listed below, silo by silo.", "plain")
     internal = Banner(
         "Internal: the measures on this page were computed on the silos' own private queries. No budget covers them: "
         "keep the page where the queries are kept."
@@ -220,7 +220,7 @@ def _sections(
     count = sum(found[facts.split] for found in facts.silos.values())
     whose = f"{count} {facts.split} questions of {len(facts.silos)} silos, each on its own collection"
     if not facts.silos:
-        whose = f"{facts.split} questions of silos elsewhere, means that they share by their own choice"
+        whose = f"{facts.split} questions of silos elsewhere, as means that they chose to share"
     seeds = max(len(row.values) for row in rows)
     where = f"{whose}; {facts.model}. {seeds} seed{'s' if seeds > 1 else ''}."
     sections = [
@@ -243,7 +243,7 @@ def _sections(
         sections.append(Section("Faults", [Bullets(faults)]))
     cost = "Processor time: " + ", ".join(f"{row.label} {row.cpu_seconds:.0f} s" for row in rows)
     sections.append(Section("Notes", [Bullets([*facts.notes, f"{cost}."])]))
-    return [*sections, Section("How to get this again", [Code(facts.command)])]
+    return [*sections, Section("How to reproduce this", [Code(facts.command)])]
 
 
 def _over_queries(rows: Sequence[FederatedRow]) -> Grid:
@@ -259,7 +259,7 @@ def _impossible() -> list[Block]:
     )
     return [
         Paragraph(
-            f"{len(found)} of the paper's cells cannot be, by its own equation 9, where a passage scores as its best "
+            f"{len(found)} of the paper's cells contradict its own equation 9, by which a passage scores as its best "
             f"sentence: passages are below sentences in {cells}.",
             small=True,
         )
@@ -282,7 +282,7 @@ def _orders(by_name: Mapping[str, FederatedRow]) -> list[Block]:
     head = ("the paper's order", "the paper's difference", "ours", "here")
     said = (
         "Differences in sentence MRR@10, mean over silos; ours paired by seed, with the 95 % t-interval over seeds. "
-        "It tells of training runs on these queries, not of other queries."
+        "It is about training runs on these queries, not about other queries."
     )
     return [Paragraph(said), Grid(head, body, frozenset({1, 2}))] if body else [Paragraph("Too few systems were run.")]
 
@@ -299,9 +299,9 @@ def _bought(by_name: Mapping[str, FederatedRow]) -> list[Block]:
             body.append((TABLE_1[name][1], *(text for gain in gains for text in (show(gain, sign="+"), verdict(gain)))))
     head = ("system", *(text for base in bases for text in (f"over: {TABLE_1[base][1]}", "above it")))
     said = (
-        "Differences in sentence MRR@10 from what no train query had a say in, given the collections; paired by seed, "
-        "with the 95 % t-interval over seeds. What is not above that has bought nothing with people's queries that "
-        "these runs show. Pseudo-queries are of the silo's own sentences, one a passage, as many as it has passages."
+        "Differences in sentence MRR@10 from systems that no train query influences, given the collections; paired by "
+        "seed, with the 95 % t-interval over seeds. A system that is not above them gained nothing from people's "
+        "queries that these runs show. Pseudo-queries are the silo's own sentences, one for each of its passages."
     )
     return [Paragraph(said), Grid(head, body, frozenset(range(1, len(head), 2)))] if body else []
 
@@ -348,7 +348,7 @@ def _traffic(rows: Sequence[FederatedRow]) -> list[Block]:
     head = ("system", "silo", *phases, "together")
     said = (
         "Megabytes of tensors, without envelopes, the mean over seeds. Stage 1 counts both ways; requests count for "
-        "who asks, with every copy that the server passes on, and answers for who gives them."
+        "the silo that asks, with every copy that the server passes on, and answers for the silo that gives them."
     )
     return [Paragraph(said), Grid(head, body, frozenset(range(2, len(head))))]
 
@@ -375,7 +375,7 @@ def _epsilon(rows: Sequence[FederatedRow], facts: FederatedFacts) -> list[Block]
         listed = ", ".join(f"{name} {_spent(value)}" for name, value in facts.passages.items())
         blocks.append(
             Paragraph(
-                "Centroids of the collections were released as well, with a budget of their own for each run. Epsilon "
+                "Centroids of the collections were released as well, with a separate budget for each run. Epsilon "
                 f"of one passage in all runs behind this page together: {listed}."
             )
         )

@@ -33,8 +33,8 @@ def require_matplotlib() -> None:
     """Refuse to draw if matplotlib is not installed."""
     if not can_draw():
         raise ConfigurationError(
-            "Figures are drawn with matplotlib, which is not installed. Where task.plot=true asks for them, null goes "
-            'without; or run: pip install "lit-dpret[plot]"'
+            "Figures are drawn with matplotlib, which is not installed. Set task.plot=null instead of task.plot=true, "
+            'or run: pip install "lit-dpret[plot]"'
         )
 
 
@@ -155,7 +155,7 @@ def _over_batch(axis: Any, facts: Mapping[str, Any]) -> None:
     axis.set(xlabel="expected batch size", ylabel="noise multiplier / batch", title="Noise to batch at the budget")
     table = facts["knee"]
     if table is None:
-        axis.text(0.5, 0.5, "no number of units is public", ha="center", transform=axis.transAxes)
+        axis.text(0.5, 0.5, "the number of units is not public", ha="center", transform=axis.transAxes)
         return
     width = len(table["epochs"])
     reached = False

@@ -53,7 +53,7 @@ class RunReport:
             Section("What is not covered", [Bullets(not_covered(self.card))]),
             Section("Notes", [Bullets(self.notes)]),
             Section("Files", [Grid(("What", "Where"), [(what, str(path)) for what, path in self.files.items()])]),
-            Section("How to get this again", [Code(self.command)]),
+            Section("How to reproduce this", [Code(self.command)]),
         ]
         page = to_html(self.title, f"lit-dpret report, {today()}", claim_blocks(self.card), sections)
         return write_whole(folder / REPORT_NAME, page, owner_only=True)
@@ -76,8 +76,8 @@ def _round_trip(result: Mapping[str, Any]) -> Section:
     ]
     text = (
         f"How often a synthetic query finds the passage it was generated for among the first {k} results, over "
-        f"{result['queries']:,} queries answered by the zero-shot encoder. In the control each query is held against "
-        "another query's passage: what it reaches there is luck."
+        f"{result['queries']:,} queries answered by the zero-shot encoder. In the control each query is compared with "
+        "another query's passage: what it reaches there is chance."
     )
     return Section("Round trip", [Paragraph(text), Grid(("", f"Recall@{k}"), rows, frozenset({1}), narrow=True)])
 
@@ -87,7 +87,7 @@ def _samples(samples: Sequence[tuple[str, str, str]], card: Mapping[str, Any]) -
         return []
     bare = "Made without a privacy guarantee: these queries may repeat private ones word for word."
     warning = [] if card["claim"]["guarantee"] == "dp" else [Banner(bare)]
-    return [Section("Synthetic queries beside their passages", [*warning, SampleTable(samples)])]
+    return [Section("Synthetic queries with their passages", [*warning, SampleTable(samples)])]
 
 
 @dataclass(frozen=True)

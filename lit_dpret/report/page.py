@@ -144,8 +144,8 @@ class Written:
 
 
 INTERNAL = (
-    "Internal: computed from private {what}, and covered by no guarantee. Keep it where the {what} are kept; nothing "
-    "of it belongs on a card."
+    "Internal: computed from private {what}, and covered by no guarantee. Keep it where the {what} are kept, and put "
+    "nothing from it on a card."
 )
 
 

@@ -15,7 +15,7 @@ NAME = "similarity"
 
 _REFERENCES = {
     "reference": "all original queries",
-    "reference_sample": "as many of them as are held out",
+    "reference_sample": "as many of them as were held out",
     "held_out": "held-out queries, which the generator never saw",
 }
 
@@ -60,7 +60,7 @@ def scores_of(facts: Facts) -> dict[str, float]:
 def show_share(share: Facts) -> str:
     """Return a share with its interval and counts, from its JSON."""
     if share["share"] is None:
-        return "none could be looked at"
+        return "none could be compared"
     return (
         f"{share['share']:.2%} [{share['low']:.2%}, {share['high']:.2%}] ({share['positives']:,} of {share['total']:,})"
     )
@@ -99,9 +99,9 @@ def _mauve(facts: Facts) -> list[Section]:
         for each in facts["mauve"].values()
     ]  # fmt: skip
     text = (
-        "1 for equal distributions, 1/252 for disjoint ones. The sd is over seeds of k-means alone. Values of other "
+        "1 for equal distributions, 1/252 for disjoint ones. The sd is over seeds of k-means only. Values of other "
         "features, numbers of texts or buckets cannot be compared with these. The ceiling is the value of two samples "
-        "of the original queries, of the same size: samples of one distribution stay below 1."
+        "of the original queries, of the same size: even samples of one distribution stay below 1."
     )
     head = ("features", "mean", "sd", "by seed", "ceiling", "texts of each", "buckets")
     return [Section("MAUVE", [Grid(head, rows, frozenset({1, 2, 4, 5, 6})), Paragraph(text, small=True)])]
@@ -139,9 +139,9 @@ def _overlap(facts: Facts) -> list[Section]:
         for name, each in facts["overlap"].items()
     ]
     text = (
-        "Synthetic queries that repeat an original one, case, punctuation and spaces aside, with exact 95 % "
-        f"intervals; {n} words in a row are of the queries that have as many. Short questions coincide by chance: what "
-        "counts is the difference to queries that the generator never saw."
+        "Synthetic queries that repeat an original one, case, punctuation and spaces aside, with exact 95 % intervals; "
+        f"{n} words in a row are counted among queries with that many. Short questions coincide by chance: what counts "
+        "is the difference from queries that the generator never saw."
     )
     head = ("found in", "queries", "word for word", f"{n} words in a row")
     return [Section("Copied queries", [Grid(head, rows, frozenset({1})), Paragraph(text, small=True)])]
@@ -152,7 +152,7 @@ def _closing(facts: Facts, command: str) -> list[Section]:
     if facts["not_computed"]:
         rows = list(facts["not_computed"].items())
         sections.append(Section("Not computed", [Grid(("what", "why"), rows)]))
-    return [*sections, *([Section("How to get this again", [Code(command)])] if command else [])]
+    return [*sections, *([Section("How to reproduce this", [Code(command)])] if command else [])]
 
 
 _SIDES = (("synthetic", BLUE, True), ("reference", ORANGE, False))

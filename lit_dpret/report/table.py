@@ -76,7 +76,7 @@ def verdict(gain: Interval) -> str:
     if not math.isfinite(gain.low):
         return "one seed decides nothing"
     if gain.high - gain.low < 1e-9:
-        return "all seeds are alike, which decides nothing"
+        return "all seeds agree, which decides nothing"
     if gain.low > 0:
         return "holds"
     return "the other way round" if gain.high < 0 else "not decided"

@@ -279,7 +279,7 @@ def test_under_a_budget_every_cell_goes_on_with_ledgers_of_its_own_and_stays_wit
     ([[0.0, 0.1, 0.21], [0.0, 0.1, 0.2], [0.0, 0.12, 0.2]], "; holds."),
     ([[0.21, 0.1, 0.0], [0.2, 0.1, 0.0], [0.2, 0.12, 0.0]], "; the other way round."),
     ([[0.0, 0.1, 0.2], [0.2, 0.1, 0.0], [0.1, 0.1, 0.1]], "; not decided."),
-    ([[0.0, 0.1, 0.2]] * 3, "all seeds are alike"),
+    ([[0.0, 0.1, 0.2]] * 3, "all seeds agree"),
     ([[0.0, 0.1, 0.2]], "one seed decides nothing"),
 ])  # fmt: skip
 def test_whether_small_clients_gain_more_is_judged_by_the_seeds(gains: list[list[float]], verdict: str) -> None:

@@ -66,7 +66,7 @@ def test_the_epsilon_of_synthetic_queries_is_in_no_sum_of_the_trials_that_they_s
     told = bare_sweep(tmp_path, bare=0, scored="synthetic").describe()
     found = tuning_facts(None, None, told, 1e-5)
     assert found["accounted"] is False and "epsilon" not in found and "NOT ACCOUNTED" in found["text"]
-    assert "epsilon of their own" in write_report(SweepFolder.read(tmp_path / "s")).text
+    assert "their own epsilon" in write_report(SweepFolder.read(tmp_path / "s")).text
     alone = tuning_facts({"data": "synthetic"}, None, None, 1e-5)
     assert alone["accounted"] is False and "NOT ACCOUNTED" in alone["text"]
 

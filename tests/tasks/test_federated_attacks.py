@@ -133,7 +133,7 @@ def test_a_report_on_private_silos_is_internal(world: Path, tmp_path: Path) -> N
     written = list((tmp_path / "run").glob("*federated_attacks.*"))
     assert {path.name for path in written} == {f"internal_federated_attacks.{end}" for end in ("json", "md")}
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in written)
-    assert "nothing of it belongs on a card" in " ".join(written[0].with_suffix(".md").read_text().split())
+    assert "put nothing from it on a card" in " ".join(written[0].with_suffix(".md").read_text().split())
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,7 @@ def test_a_report_on_private_texts_is_internal(encoders: dict[str, Path], texts:
     assert {path.name for path in written} == {"internal_inversion.json", "internal_inversion.md"}
     for path in [*written, *(tmp_path / "run").rglob("losses.pt")]:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert "nothing of it belongs on a card" in " ".join(
-        (tmp_path / "run" / "internal_inversion.md").read_text().split()
-    )
+    assert "put nothing from it on a card" in " ".join((tmp_path / "run" / "internal_inversion.md").read_text().split())
 
 
 def test_there_must_be_enough_texts(encoders: dict[str, Path], texts: Path, tmp_path: Path) -> None:

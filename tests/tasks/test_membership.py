@@ -126,7 +126,7 @@ def test_a_run_without_privacy_gives_its_members_away_and_the_report_is_internal
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     told = capsys.readouterr().out
     assert "absence of evidence is no guarantee" in " ".join(told.split())
-    assert "nothing of it belongs on a card" in " ".join(told.split())
+    assert "put nothing from it on a card" in " ".join(told.split())
 
 
 def test_a_private_run_stays_below_its_ceilings(make: Make, private_run: Path, tmp_path: Path) -> None:
