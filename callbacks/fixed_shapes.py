@@ -23,6 +23,8 @@ from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 Shared = list[list[str]]
 
+_WHOLE = ("32-true", "64-true")
+
 
 def shape_of_batches(trainer: L.Trainer, module: Any, data: Any) -> FixedShape | None:
     """Return the shape to which every physical batch is padded; None for variable batches."""
@@ -68,7 +70,7 @@ def rests_on_shapes(trainer: L.Trainer, module: Any) -> bool:
 def below_float32(trainer: L.Trainer, module: Any) -> str | None:
     """Return the setting that lowers precision below float32; None without one."""
     precision = str(trainer.precision)
-    if precision not in ("32-true", "64-true"):
+    if precision not in _WHOLE:
         return f"trainer.precision={precision}"
     if (setting := shortened_products()) is not None:
         return setting
@@ -92,6 +94,8 @@ def refuse_changing_rows(trainer: L.Trainer, module: Any) -> None:
         why = f"privacy.units_at_once={mode.units_at_once} splits batches by their units; 1 computes each by itself"
     if why is not None:
         way = "Set trainer.precision=32-true."
+        if str(trainer.precision) in _WHOLE:  # then products are shortened, or weights are in half precision
+            way = "Use float32 weights." if shortened_products() is None else "Leave that setting at its default."
         raise ConfigurationError(f"{found} under privacy={mode.name}: {why}. {way}", trap="T39")
 
 

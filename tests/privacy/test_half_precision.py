@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -21,7 +22,7 @@ from stand_ins import Line, Regression
 from tiny_generator import DECODERS, decoder_only, generator
 from tiny_generator import passage as words
 
-from lit_dpret.callbacks.fixed_shapes import rests_on_shapes
+from lit_dpret.callbacks.fixed_shapes import refuse_changing_rows, rests_on_shapes
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import FrozenDualEncoder
@@ -225,6 +226,24 @@ def test_what_cannot_be_shown_is_refused(tmp_path: Path, precision: str) -> None
         with pytest.raises(ConfigurationError, match=r"trainer\.precision") as refused:
             sums_of(tmp_path / "refused", module, Log(16), precision=precision)
         assert refused.value.trap == "T39"
+
+
+@pytest.mark.parametrize(("dtype", "products", "way"), [
+    (torch.bfloat16, "highest", "Use float32 weights"), (torch.float32, "high", "Leave that setting at its default"),
+])  # fmt: skip
+def test_the_way_out_of_low_precision_is_not_the_precision_that_is_already_set(
+    dtype: torch.dtype, products: str, way: str
+) -> None:
+    module: Any = torch.nn.Linear(2, 2, dtype=dtype)
+    module.privacy = LogitDP(eps=3.0, delta=1e-3, noise_seed=7, max_logit_grad_norm=1.0)
+    trainer: Any = SimpleNamespace(precision="32-true")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(products)
+    try:
+        with pytest.raises(ConfigurationError, match=way):
+            refuse_changing_rows(trainer, module)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class PadsToTheLongest(Lengths):
