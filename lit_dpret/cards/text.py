@@ -326,8 +326,8 @@ def _bounded(card: Card) -> str:
 
 
 def _claim_sentence(card: Card) -> str:
-    claim, accounting = card["claim"], card["accounting"]
-    how = f"computed with the {accounting['accountant']} accountant of {accounting['library']} {accounting['version']}"
+    claim = card["claim"]
+    how = "computed with the {} accountant of {}".format(*_accountant(card))
     if charges_every_unit(card):
         how += ", without counting on amplification by sampling"
     return (
@@ -336,6 +336,14 @@ def _claim_sentence(card: Card) -> str:
         f"released, such a change makes any conclusion more probable by a factor of at most "
         f"{_factor(claim['epsilon'])}, and by at most {show_delta(claim['delta'])} beyond that."
     )
+
+
+def _accountant(card: Card) -> tuple[str, str]:
+    """Return the accountant of the claim's epsilon, and its library: pld where every unit is charged for every step."""
+    accounting = card["accounting"]
+    if charges_every_unit(card) and accounting["accountant"] != "pld":
+        return "pld", "dp-accounting"
+    return accounting["accountant"], f"{accounting['library']} {accounting['version']}"
 
 
 def _user_sentence(claim: Mapping[str, Any]) -> list[str]:
@@ -450,7 +458,7 @@ def _mechanism_rows(mechanism: Mapping[str, Any]) -> list[tuple[str, object]]:
 def _accounting_blocks(card: Card) -> list[Block]:
     accounting = card["accounting"]
     rows: list[tuple[str, object]] = [
-        ("accountant", f"{accounting['accountant']} ({accounting['library']} {accounting['version']})"),
+        ("accountant", "{} ({})".format(*_accountant(card))),
         ("duplicates", card["claim"]["duplicates_policy"]),
         ("delta rule", card["claim"]["delta_rule"]),
     ]

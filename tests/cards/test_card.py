@@ -191,6 +191,15 @@ def test_an_assumption_that_fails_always_leaves_a_banner_and_changes_the_number(
     assert run.card(assumptions=[Assumption("All is well.", "holds")])["claim"]["epsilon"] == cost(10)
 
 
+def test_a_claim_without_amplification_names_the_accountant_that_computed_it(tmp_path: Path) -> None:
+    ran = Run(tmp_path / "run", make_plan(accountant="prv")).train()
+    assert "the prv accountant of opacus" in ran.card()["claim"]["statement"]
+    card = ran.card(assumptions=[Assumption("The coins were fair.", "refuted", "no_amplification")])
+    assert card["claim"]["epsilon"] == cost(10, FullBatch())
+    assert "the pld accountant of dp-accounting, without counting" in card["claim"]["statement"]
+    assert "pld (dp-accounting)" in card_markdown(card) and "opacus" not in card["claim"]["statement"]
+
+
 def test_without_known_sampling_nothing_is_proved_where_the_number_of_units_changes(tmp_path: Path) -> None:
     law = Shuffle(batch_size=50, n=N)
     card = Run(tmp_path / "run", make_plan(neighbours="add_or_remove")).train(law=law.to_dict()).card()
