@@ -187,11 +187,11 @@ def fingerprint_of_files(module: Any, key: bytes) -> str | None:
     if not files:
         return None
     found = hmac.new(key, digestmod="sha256")
-    for path in files.values():
+    for knob, path in files.items():
         try:
             found.update(hmac.new(key, path.read_bytes(), digestmod="sha256").digest())
         except OSError as error:
-            raise DataError(f"{path}, which model.negatives names, cannot be read: {error.strerror}.") from error
+            raise DataError(f"{knob}={path} cannot be read: {error.strerror}.") from error
     return found.hexdigest()
 
 
