@@ -97,8 +97,10 @@ class Start:
                 "privacy=dp_sgd."
             )
         if facts["guarantee"] != "dp":
-            way = "Start from another run, choose privacy=none, or, if it was trained on public data alone, say "
-            way += "init_from_is_public=true."
+            way = "Start from another run, or choose privacy=none."
+            if facts["guarantee"] == "none":  # the only one that may come from public data
+                way = "Start from another run, choose privacy=none, or, if it was trained on public data alone, set "
+                way += "init_from_is_public=true."
             if self.knob != "init_from":  # another setting takes no declaration
                 way = "Name a run that has one."
             raise ConfigurationError(

@@ -20,7 +20,7 @@ from lit_dpret.cards.card import card_sha256, read_card, subject_of, verify_card
 from lit_dpret.cards.check import recheck
 from lit_dpret.cards.file import CARD_NAME
 from lit_dpret.cards.lineage import refuse_told_failures
-from lit_dpret.cards.start import note_start, read_start
+from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.cards.text import card_markdown
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
@@ -253,6 +253,14 @@ def test_a_run_without_privacy_from_a_private_one_says_so_and_is_no_public_start
         with pytest.raises(ConfigurationError, match="is declared public"):
             read_start(tmp_path / "child", public=True)
         (tmp_path / "child" / CARD_NAME).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("guarantee", ["none", "not_proved"])
+def test_a_declaration_is_offered_only_where_it_may_be_accepted(guarantee: str, tmp_path: Path) -> None:
+    start = Start(tmp_path, {"public": False, "guarantee": guarantee})
+    with pytest.raises(ConfigurationError, match=f"no privacy guarantee .{guarantee}") as refused:
+        start.check(DPSGD(eps=1.0))
+    assert ("init_from_is_public" in str(refused.value)) is (guarantee == "none")
 
 
 def test_a_run_without_privacy_on_declared_public_data_is_a_public_start_also_by_its_note(tmp_path: Path) -> None:
