@@ -93,7 +93,7 @@ def attacks_sentence(card: Mapping[str, Any]) -> str:
     if not card["empirical"].get("results"):
         what = "No attack on this artefact is recorded on this card"
         if card["mechanism"].get("kind") == "post_processing":
-            what = "Attacks on what this artefact was made from are recorded on the cards of those, not here"
+            what = "Attacks on what this artefact was made from are recorded on the cards of its parents, not here"
         return f"{what}. An attack that finds nothing proves nothing."
     if contradicted(card):
         return (
@@ -129,7 +129,7 @@ def planted_text(planted: Mapping[str, Any]) -> str:
         f"{planted['canaries']} canaries were planted in the training data of this artefact, or of what it was derived "
         f"from, as at most {planted['units']} separate units, which n includes. If an audit flipped a coin for "
         "each, those with tails were planted blank (under add_or_remove they were left out, and under replace_one "
-        "another secret took their place). The model was not trained again without them. "
+        "another secret took their place). This is the canaried model: it was not trained again without them. "
         f"The set was fixed before training by its SHA-256, {planted['sha256']}."
         + (f" Their words come from {planted['words']}." if "words" in planted else "")
     )
