@@ -148,7 +148,7 @@ def _is_private_module(run: Candidate) -> None:
     if not hasattr(run.module, "privacy") or not hasattr(run.module, "receive_guard"):
         raise ConfigurationError(
             f"{type(run.module).__name__} is not a PrivateModule: the accountant could not see its releases. Derive it "
-            "from PrivateModule, or wrap it by make_private.",
+            "from PrivateModule, or wrap it with make_private.",
             trap="T7",
         )
 

@@ -143,10 +143,9 @@ def pitfalls_page() -> str:
     lines = [
         "# Pitfalls",
         "",
-        "The known ways to lose a guarantee without noticing, or to pay for it in accuracy. This page is generated "
-        "from",
-        "the list that [`task=doctor`](doctor.md) checks. A fit refuses what it finds. What no program can see is for",
-        "you to check; the card says so, or asks.",
+        "The known ways to lose a guarantee without noticing, or to pay for it in accuracy. This page is generated",
+        "from the list that [`task=doctor`](doctor.md) checks. A fit refuses what it finds. What no program can see",
+        "is for you to check; the card says so, or asks.",
     ]
     for severity, (name, meaning) in SEVERITIES.items():
         lines += [

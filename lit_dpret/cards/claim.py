@@ -188,7 +188,7 @@ _UNITS: dict[str, str] = {
     "user": "everything that one user contributed",
     "image": "one image with every view made of it",
     "passage": "one passage of a collection with every sentence of it",
-    "record": "one record: every row of the data set with its name",
+    "record": "one record: all rows of the data set with its name",
 }
 _PLURAL: dict[str, str] = {
     "query": "queries", "pair": "pairs", "user": "users", "image": "images", "passage": "passages",
@@ -202,8 +202,8 @@ def describe_duplicates(unit: Unit, duplicates: Duplicates) -> str:
     """Describe what the policy on equal texts under different ids means for the claim, without counts."""
     if unit == "user":
         return (
-            "Equal texts of one user are in one unit. Those of several users are in that many units, and protected as "
-            "part of a group of that many units."
+            "Equal texts of one user are in one unit. Equal texts of k users are in k units, and are protected as "
+            "parts of a group of k units."
         )
     what = {"image": "image", "passage": "passage text", "record": "record"}.get(unit, "query text")
     if duplicates == "keep":
@@ -355,7 +355,7 @@ def uncovered(
         else "What is shown to the model when it is used."
         if unit == "record"
         else "Queries that are typed when the system is used.",
-        "Losses, metrics and samples computed on private data and shown to anyone without a record in the ledger.",
+        "Losses, metrics and samples computed on private data and shown to anyone, but not recorded in the ledger.",
         "A noise secret that leaks.",
         "Side channels: anyone who watches the machine, its disk or its traffic during the run sees how long steps "
         "take and what they use, which depends on the private data in them. Files that are handed on have days, not "
