@@ -267,7 +267,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         raise DataError(f"{knob}={run}: its card does not describe the model in {model}. Finish that run first.")
     if not ledger.is_file():
         raise DataError(
-            f"{knob}={run}: its card is not in one folder with {ledger.name}, the ledger from which its claim follows. "
+            f"{knob}={run}: its card does not have {ledger.name} next to it, the ledger from which its claim follows. "
             "Name the whole folder of the run, which holds both."
         )
     if problems := verify_card(card, ledger, folder=model):

@@ -101,7 +101,7 @@ def test_a_mode_of_ones_own_is_believed_by_the_card_and_its_fact_stands_there_an
     card = read_card(tmp_path / "run")
     assert [each["holds"] for each in card["assumptions"] if each["text"].startswith("Masked is a ")] == ["unverified"]
     assert card["mechanism"]["mode_facts"] == {"masked_share": 0.5}
-    assert "Of the mode masked: masked share: 0.5." in card["claim"]["statement"]
+    assert "Facts of the mode masked: masked share: 0.5." in card["claim"]["statement"]
     assert not verify_chain(tmp_path / "run").failed
     card["mechanism"]["mode_facts"] = {"masked_share": 0.9}
     card["checksum"] = checksum(card)

@@ -215,7 +215,7 @@ def test_judgements_of_unknown_passages_and_a_model_that_does_not_retrieve_are_r
 
     with pytest.raises(DataError, match="unknown passage 'p2'"):
         run(tmp_path, RetrievalEvaluation(data="public"), data=Unknown())
-    with pytest.raises(UnsupportedModelError, match="Regression has none"):
+    with pytest.raises(UnsupportedModelError, match="Regression lacks them"):
         run(tmp_path, RetrievalEvaluation(data="public"), Regression(privacy=dp(tmp_path)))
 
 

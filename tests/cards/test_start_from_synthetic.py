@@ -65,7 +65,7 @@ def test_the_claim_is_that_of_the_generator_and_of_this_run_together(chain: Chai
     ] and len(names) == 3
     assert not verify_chain(chain.root / "run").failed
     stated = {one["text"] for one in card["assumptions"]}
-    assert any("entered encoder" in text for text in stated)
+    assert any("went into encoder" in text for text in stated)
     before = [one["text"] for one in read_card(chain.encoder)["assumptions"] if one["holds"] is not True]
     assert before and {f"Of encoder: {text}" for text in before} <= stated
 
