@@ -183,7 +183,7 @@ def without_numbers(facts: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 _UNITS: dict[str, str] = {
-    "query": "one query with every (query, passage) row that carries it",
+    "query": "one query with every (query, passage) row that contains it",
     "pair": "one (query, passage) pair",
     "user": "everything that one user contributed",
     "image": "one image with every view made of it",
@@ -358,8 +358,8 @@ def uncovered(
         "Losses, metrics and samples computed on private data and shown to anyone, but not recorded in the ledger.",
         "A noise secret that leaks.",
         "Side channels: anyone who watches the machine, its disk or its traffic during the run sees how long steps "
-        "take and what they use, which depends on the private data in them. Files that are handed on have days, not "
-        "times.",
+        "take and what they use, which depends on the private data in them. Files that are handed on contain days, "
+        "but no times.",
     ]
     attacked = ["the floating-point form of the noise"] if randomness.get("floating_point", True) else []
     if not randomness.get("secure"):

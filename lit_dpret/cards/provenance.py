@@ -308,7 +308,7 @@ def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None =
             return {"start": _RANDOM_START}
         text = (
             f"Training on the private data started from {_named(model)}. It is assumed that no private data went into "
-            "it."
+            "that start."
         )
         return {"start": text + _READ.get(str(model), "")}
     if start["public"]:

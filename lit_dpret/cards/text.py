@@ -398,7 +398,7 @@ def card_html(card: Card) -> str:
 
 def _page(card: Card) -> tuple[str, str, list[Block], list[Section], str]:
     subject = card["subject"]
-    title, subtitle = f"Privacy card: {subject['name']}", f"{subject['artifact_type']}, made {card['created']}"
+    title, subtitle = f"Privacy card: {subject['name']}", f"{subject['artifact_type']}; card made {card['created']}"
     footer = f"{card['schema']}. The machine-readable card and the ledger are authoritative; this page repeats them."
     return title, subtitle, claim_blocks(card), _sections(card), footer
 
