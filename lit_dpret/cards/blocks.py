@@ -104,8 +104,8 @@ class ClaimBox:
         return f'<div class="claim">{"".join(cells)}</div>'
 
     def markdown(self) -> str:
-        rest = ", ".join(f"{md(name)} = {md(text)}" for name, text in self.facts)
-        return f"**epsilon = {md(self.epsilon)}**, {rest}"
+        rest = "".join(f", {md(name)} = {md(text)}" for name, text in self.facts)
+        return f"**epsilon = {md(self.epsilon)}**{rest}"
 
 
 @dataclass(frozen=True)

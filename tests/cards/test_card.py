@@ -141,6 +141,7 @@ def test_a_run_without_privacy_has_no_epsilon_and_a_red_banner(steps: int, tmp_p
     page = card_html(card)
     assert 'class="banner danger"' in page and "NO PRIVACY GUARANTEE" in page
     assert not re.search(r"epsilon = \d", page)
+    assert "**epsilon = infinite**\n" in card_markdown(card)
 
 
 def test_steps_that_nobody_announced_leave_no_guarantee(tmp_path: Path) -> None:
