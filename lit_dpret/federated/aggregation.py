@@ -70,12 +70,12 @@ def check_weights(whose: str, weights: Mapping[str, Tensor], like: Mapping[str, 
     if set(weights) != set(like):
         odd = sorted(set(weights) ^ set(like))
         raise DataError(
-            f"{whose}: {len(odd)} tensors are missing or too many, {odd[0]!r} among them.", kind="bad update"
+            f"{whose}: {len(odd)} tensors are missing or unexpected, such as {odd[0]!r}.", kind="bad update"
         )
     for name, value in weights.items():
         if value.shape != like[name].shape:
             raise DataError(
-                f"{whose}: {name!r} has shape {tuple(value.shape)} where {tuple(like[name].shape)} is needed.",
+                f"{whose}: {name!r} has shape {tuple(value.shape)} instead of {tuple(like[name].shape)}.",
                 kind="bad update",
             )
         if not bool(torch.isfinite(value).all()):
@@ -92,7 +92,7 @@ def check_norm(whose: str, start: Mapping[str, Tensor], update: Mapping[str, Ten
     )
     if not change <= most * length:
         raise DataError(
-            f"{whose}: its update of length {change:.3g} exceeds federated.update_norm={most:g} times the length "
+            f"{whose}: the update has norm {change:.3g}, more than federated.update_norm={most:g} times the norm "
             f"{length:.3g} of the weights. If it is honest, raise that setting.",
             kind="bad update",
         )
@@ -128,7 +128,7 @@ def check_enough(stage: Stage1, silos: int, what: str) -> None:
     if silos < (needed := updates_needed(stage)):
         raise ConfigurationError(
             f"federated.stage1.aggregation={stage.aggregation} with malicious={stage.malicious} needs {needed} updates "
-            f"in every round, and {what}={silos}. Raise it, or choose another rule."
+            f"in every round, and {what}={silos}. Raise that number, lower malicious, or choose another rule."
         )
 
 
@@ -164,7 +164,7 @@ def next_weights(
     needed = max(least, updates_needed(run.stage1))
     if len(good) < needed:
         raise DataError(
-            f"{len(good)} silos sent an update, and {needed} that can be used are needed (federated.min_clients, "
+            f"{len(good)} silos sent a usable update, and {needed} are needed (federated.min_clients, "
             "federated.stage1.aggregation).",
             kind="too few clients",
         )
@@ -184,7 +184,7 @@ def good_weights(start: Mapping[str, Tensor], found: Weights, most: float | None
         check_norm("the result", start, found, most)
     except DataError as error:
         raise DataError(
-            f"{error} The round is void: the next one begins with the weights that this one began with.", kind="bad sum"
+            f"{error} The round is void, and the next one starts from the same weights.", kind="bad sum"
         ) from error
     return found
 

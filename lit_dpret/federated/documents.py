@@ -52,8 +52,8 @@ class SiloSettings:
             if self.signing_key is None or self.roster_file is None:
                 missing = "signing_key" if self.signing_key is None else "roster_file"
                 raise ConfigurationError(
-                    f"federated.roster=true, and this silo's document has no {missing}: the file of lit-dpret silo "
-                    "--new-signing-key, or the list of everybody's public halves."
+                    f"federated.roster=true, but this silo's document has no {missing}. It must name signing_key (the "
+                    "file of lit-dpret silo --new-signing-key) and roster_file (the public keys of all silos)."
                 )
             from lit_dpret.federated.keys import load_credentials
 
@@ -72,7 +72,7 @@ def read_silo_settings(path: Path, **given: Path | None) -> SiloSettings:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigurationError(f"--settings={path} cannot be read: {reason}.") from error
     found = _mapping(text, f"--settings={path}", SILO_SCHEMA)
     found |= {name: str(value) for name, value in given.items() if value is not None}
@@ -130,7 +130,8 @@ class RunRequest(Patience):
     def check(self) -> RunRequest:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name):
             raise ConfigurationError(
-                f"federated.name={self.name!r} must be up to 64 letters, digits, dots, dashes or underscores."
+                f"name={self.name!r} of the run (federated.run_name and a hash of the settings) must be up to 64 "
+                "letters, digits, dots, dashes or underscores, and begin with a letter or digit."
             )
         require_choice("split", self.split, ("train", "dev", "test"))
         self.check_patience()

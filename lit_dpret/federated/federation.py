@@ -171,5 +171,6 @@ class Federation(ABC):
         except DataError as error:
             faults = " ".join(fault for fault in self.result.faults if fault.startswith(where))
             raise DataError(
-                f"{where}: {error} {faults} Start again when they are back: what is finished is kept.", kind=error.kind
+                f"{where}: {error} {faults} Start again when enough silos can take part: finished rounds are kept.",
+                kind=error.kind,
             ) from error

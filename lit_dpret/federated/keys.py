@@ -29,7 +29,7 @@ try:
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 except ImportError as error:  # pragma: no cover
     raise ConfigurationError(
-        'federated.secure_sum and federated.seal need cryptography: pip install "lit-dpret[federated]".'
+        'federated.secure_sum and federated.seal need cryptography. Run: pip install "lit-dpret[federated]".'
     ) from error
 
 
@@ -61,7 +61,7 @@ def agreed(key: bytes, other: bytes, *, salt: bytes, info: bytes) -> bytes:
     try:
         secret = X25519PrivateKey.from_private_bytes(key).exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError as error:
-        raise DataError("A public key that was relayed is not an X25519 key.", kind="bad protocol") from error
+        raise DataError("A relayed public key is not an X25519 key.", kind="bad protocol") from error
     return HKDF(algorithm=hashes.SHA256(), length=KEY_BYTES, salt=salt, info=info).derive(secret)
 
 
@@ -133,7 +133,7 @@ def split(secret: bytes, *, threshold: int, holders: list[int]) -> dict[int, byt
 def join(shares: Mapping[int, bytes], *, threshold: int) -> bytes:
     """Recover a secret from shares, by Lagrange interpolation at 0."""
     if len(shares) < threshold:
-        raise DataError(f"{len(shares)} shares are here and {threshold} are needed: the secret stays unknown.")
+        raise DataError(f"{len(shares)} shares arrived and {threshold} are needed, so the secret stays unknown.")
     chosen = dict(sorted(shares.items())[:threshold])
     total = 0
     for holder, share in chosen.items():
@@ -145,7 +145,7 @@ def join(shares: Mapping[int, bytes], *, threshold: int) -> bytes:
         total += int.from_bytes(share, "big") * above * pow(below, -1, PRIME)
     found = total % PRIME
     if found.bit_length() > 8 * SECRET_BYTES:
-        raise DataError("The shares are not of one secret: one was changed, or is of another round.")
+        raise DataError("The shares do not belong to one secret: one was changed, or is from another round.")
     return found.to_bytes(SECRET_BYTES, "big")
 
 
@@ -163,10 +163,13 @@ class Credentials:
     def __post_init__(self) -> None:
         if self.roster.get(self.name) != identity_of(self.identity):
             raise ConfigurationError(
-                f"The roster holds no silo {self.name!r} with the public half of this key. Add it, at every silo."
+                f"The roster does not list silo {self.name!r} with the public half of its signing key. Add it, and "
+                "give every silo the same roster."
             )
         if len(set(self.roster.values())) != len(self.roster):
-            raise ConfigurationError("The roster gives one key to two silos, and each could speak for the other.")
+            raise ConfigurationError(
+                "The roster lists one key for two silos: give each its own, or either can sign for both."
+            )
 
     @property
     def number(self) -> int:
@@ -223,5 +226,5 @@ def load_credentials(name: str, key_file: str | Path, roster_file: str | Path) -
     if problem is not None:
         raise ConfigurationError(f"{roster_path} cannot be read: {problem}")
     if len(identity) != KEY_BYTES or any(len(public) != KEY_BYTES for public in found.values()):
-        raise ConfigurationError(f"{key_path} or a key of {roster_path} has not {KEY_BYTES} bytes.")
+        raise ConfigurationError(f"{key_path} or a key in {roster_path} is not {KEY_BYTES} bytes long.")
     return Credentials(name=name, identity=identity, roster=found)

@@ -89,7 +89,7 @@ def refuse_private_start(make: Callable[..., AS2DualEncoder]) -> None:
     if next(traces_of_training(place), None) is not None:
         raise ConfigurationError(
             f"federated.model.encoder={place} was trained on private data, which no silo's epsilon counts. Start from "
-            "a public encoder, or set federated.privacy.eps=null and claim nothing.",
+            "a public encoder, or claim nothing (federated.privacy.eps=null and federated.train_on=queries).",
             trap="T30",
         )
 
@@ -102,13 +102,17 @@ def _loaded(maker: AS2Maker) -> TextEncoder:
     }
     if maker.encoder == PLANTED:
         if maker.planted is None:
-            raise ConfigurationError("federated.model.encoder=planted knows only the words of federated.silos=planted.")
+            raise ConfigurationError(
+                "federated.model.encoder=planted knows only the words of federated.silos=planted. Set that, or choose "
+                "another encoder."
+            )
         encoder = _new(maker.planted, maker.seed, lengths)
     else:
         towers = cut(load_towers(maker.encoder), **lengths)
         if towers.query_encoder.backbone is not towers.passage_encoder.backbone:
             raise UnsupportedModelError(
-                f"federated.model.encoder={maker.encoder} holds a transformer for each side. Name an encoder of one."
+                f"federated.model.encoder={maker.encoder} has a separate transformer for each side. Choose one with a "
+                "single transformer."
             )
         found = towers.query_encoder  # a starting point, whether or not it normalises its embeddings
         encoder = TextEncoder(

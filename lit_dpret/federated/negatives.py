@@ -88,11 +88,11 @@ class Block:
         """Refuse a block with a wrong shape, non-finite scores, or more entries than requested."""
         starts, entries, count, wrong = self.starts, self.entries, len(self.embeddings), None
         if self.embeddings.dim() != 2 or self.embeddings.shape[1] != dim:
-            wrong = f"embeddings of shape {tuple(self.embeddings.shape)} where {dim} dimensions were asked for"
+            wrong = f"embeddings of shape {tuple(self.embeddings.shape)} where {dim} dimensions were requested"
         elif not bool(unbroken(self.embeddings).all()):
             wrong = "embeddings that are not finite, or too long for a finite score"
         elif self.rows != rows:
-            wrong = f"answers to {self.rows} rows where {rows} were asked"
+            wrong = f"answers to {self.rows} rows where {rows} were sent"
         elif (
             starts.dim() != 1
             or entries.dim() != 1
@@ -103,9 +103,9 @@ class Block:
         ):
             wrong = "lists that do not fit its embeddings"
         elif limit is not None and len(entries) > max(1, rows) * limit:
-            wrong = f"{len(entries)} entries where at most {limit} for each of {rows} rows were asked for"
+            wrong = f"{len(entries)} entries where at most {limit} for each of {rows} rows were requested"
         if wrong is not None:
-            raise DataError(f"The answer of client {self.client!r} has {wrong}; it is left out.", kind="bad answer")
+            raise DataError(f"The answer of client {self.client!r} has {wrong}, and is not used.", kind="bad answer")
         return self
 
 
@@ -143,7 +143,10 @@ def as_sent(embeddings: Tensor, send_as: str) -> Tensor:
     """Convert embeddings to the dtype for sending; refuse values outside its range."""
     sent = embeddings.detach().cpu().to(SENT_AS[send_as])
     if not bool(torch.isfinite(sent).all()):
-        raise ConfigurationError(f"federated.stage2.send_as={send_as} cannot hold these embeddings. Send float32.")
+        raise ConfigurationError(
+            f"federated.stage2.send_as={send_as} cannot hold these embeddings: some are too large, or not finite "
+            "because training diverged. Set float32, or lower federated.stage1.lr."
+        )
     return sent
 
 
@@ -206,7 +209,7 @@ def kept_pool(pool: FedPool | None, path: Path) -> FedPool:
         parts = {"embeddings": pool.embeddings, "lists": pool.lists}
         save_tensors({name: part for name, part in parts.items() if part is not None}, path)
     elif not path.is_file():
-        raise DataError(f"{path} does not exist: a client that missed a refresh waits for the next.")
+        raise DataError(f"{path} does not exist: a client that missed a refresh waits for the next one.")
     return FedPool(**load_file(path))
 
 
@@ -274,8 +277,8 @@ class FedNegatives(DynamicNegatives):
         own: Any = self.index
         if len(self.pool.embeddings) and self.pool.embeddings.shape[1] != own.shape[1]:
             raise ConfigurationError(
-                f"The pool has {self.pool.embeddings.shape[1]} dimensions and the sentence encoder {own.shape[1]}. Ask "
-                "for negatives again."
+                f"The pool has {self.pool.embeddings.shape[1]} dimensions, and the sentence encoder has "
+                f"{own.shape[1]}. Request negatives again."
             )
         self._own = len(own)
         self._unit = F.normalize(self.pool.embeddings, dim=-1)

@@ -82,15 +82,16 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         """Refuse settings for silos on other machines if the silos are local, and the reverse."""
         elsewhere = self.transport in ELSEWHERE
         if self.superlink is not None and not elsewhere:
-            raise ConfigurationError(f"federated.superlink={self.superlink} is for federated=flower alone.")
+            raise ConfigurationError(f"federated.superlink={self.superlink} needs federated=flower.")
         if self.roster and not elsewhere:
             raise ConfigurationError(
-                f"federated.roster=true needs silos with signing keys, unlike federated.transport={self.transport}. "
-                "Set it with federated=flower."
+                f"federated.roster=true needs silos with signing keys, and federated.transport={self.transport} has "
+                "none. Set federated=flower, or roster=false."
             )
         if self.state is not None and elsewhere:
             raise ConfigurationError(
-                f"federated.state={self.state}: with federated=flower each silo names its own (lit-dpret silo --state)."
+                f"federated.state={self.state} with federated=flower: each silo names its own state folder (lit-dpret "
+                "silo --state). Leave it null."
             )
 
     def _refuse_sample(self) -> None:
@@ -102,7 +103,7 @@ class FederationPlan(Safeguards, SuperLinkTarget):
             raise ConfigurationError(
                 f"federated.sample.max_train_queries={kept} with federated.privacy.unit=pair and "
                 "neighbours=replace_one: one pair may bring a query into the sample, which moves all pairs of another "
-                "query out. Set it to null, neighbours=zero_out or unit=query."
+                "query out. Set it to null, or set neighbours=zero_out or unit=query."
             )
 
     def _defaults(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -159,8 +160,9 @@ class FederationPlan(Safeguards, SuperLinkTarget):
                         (data / PUBLIC).write_text(every, encoding="utf-8")
         if min(len(found), self.clients or 2) < 2:
             raise ConfigurationError(
-                f"federated.silos={self.silos} has {len(found)} clients with federated.clients={self.clients}, and at "
-                "least two are needed. Build more (task=build_silos), or raise federated.clients."
+                f"federated.silos={self.silos} has {len(found)} clients and federated.clients={self.clients}: at least "
+                "two are needed. Build more (task=build_silos, or federated.planted.clients), or raise "
+                "federated.clients."
             )
         sizes = {name: read_silo(folder).counts() for name, folder in found.items()}
         largest = sorted(sizes, key=lambda name: (-sizes[name]["train"], name))[: self.clients]
@@ -168,8 +170,8 @@ class FederationPlan(Safeguards, SuperLinkTarget):
             counts = sizes[name]
             if empty := next((split for split in ("train", "dev", "test") if not counts[split]), None):
                 raise DataError(
-                    f"Client {name!r} of federated.silos={self.silos} has no {empty} query. Leave it out, or build the "
-                    "silos again (task=build_silos)."
+                    f"Client {name!r} of federated.silos={self.silos} has no {empty} query. Build the silos again "
+                    "(task=build_silos), or lower federated.clients if it is one of the smallest."
                 )
         return {name: found[name] for name in largest}
 
@@ -183,20 +185,20 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         if self.state is None:
             raise ConfigurationError(
                 f"federated.train_on={settings.train_on} with federated.stage2.response={settings.stage2.response} "
-                "needs each silo's generator, and this run's ledgers begin empty. Set federated.state=RUN/private, RUN "
-                "of task=federated_generators."
+                "needs each silo's generator, and this run's ledgers begin empty. Set federated.state=RUN/private, "
+                "where RUN is the folder of a task=federated_generators run."
             )
         for name, data in silos.items():
             own = self.state / name
             if not own.is_dir():
                 raise ConfigurationError(
-                    f"federated.state={self.state} has no state of client {name!r}. Name the folder 'private' of a run "
-                    "of task=federated_generators."
+                    f"federated.state={self.state} has no state of client {name!r}. Name the folder 'private' of a "
+                    "task=federated_generators run over these silos."
                 )
             if (own / "run.json").exists():
                 raise ConfigurationError(
-                    f"federated.state={self.state}: the state of client {name!r} was begun by rounds of another run. "
-                    "Name one that holds a generator alone."
+                    f"federated.state={self.state}: the state of client {name!r} already holds rounds of another run. "
+                    "Name a folder whose states hold only generators."
                 )
             if settings.generated:
                 check_generated(data, own, settings)

@@ -58,7 +58,7 @@ class Sealer:
         """Draw a key for a refresh; return its public half, followed by a signature if there are credentials."""
         one = self._credentials
         if max(number, refresh.number) >= 2**32:
-            raise DataError("The server's numbers are out of range.", kind="bad message")
+            raise DataError("The server's number for this silo or refresh is out of range.", kind="bad message")
         if one is not None and number != one.number:
             raise DataError("The server's number for this silo is not that of the roster.", kind="bad protocol")
         key = new_key()
@@ -115,7 +115,7 @@ class Sealer:
     def _own(self, refresh: Refresh) -> tuple[int, bytes]:
         facts = json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
         if facts.get("refresh") != asdict(refresh):
-            raise DataError(f"This silo has no key of refresh {refresh.number}.", kind="no such key")
+            raise DataError(f"This silo has no key for refresh {refresh.number}.", kind="no such key")
         return int(facts["number"]), bytes.fromhex(facts["key"])
 
     def _shared(self, own: bytes, refresh: Refresh, number: int, public: bytes) -> bytes:
@@ -123,7 +123,8 @@ class Sealer:
         one = self._credentials
         if one is not None and not one.signed_by(number, signature, _key_of(refresh, number, key)):
             raise DataError(
-                f"The key of client {number} is not signed by the key of the roster: somebody else made it.",
+                f"The key of client {number} is not signed with that client's key on the roster: another party made "
+                "it.",
                 kind="has a key that is not signed by the roster's",
             )
         return agreed(own, key, salt=_SALT, info=label(*_parts(refresh)))
@@ -142,4 +143,4 @@ def _about(refresh: Refresh, kind: Kind, sender: int, receiver: int, body: bytes
 
 
 def _refused(sender: int, why: str) -> DataError:
-    return DataError(f"The letter of client {sender} {why}; it is left out.", kind=why)
+    return DataError(f"The letter of client {sender} {why}, and is left out.", kind=why)

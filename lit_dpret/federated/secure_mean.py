@@ -80,8 +80,8 @@ def mean_of(
     weight, error = (float(total[-1]) if len(total) == size + 1 else 0.0), fixed.error
     if not 0 < weight <= clients + error or float(np.abs(total[:-1]).max()) > limit * (weight + error) + error:
         raise DataError(
-            "The sum of the updates exceeds federated.update_limit: a silo sent something else, and under masks it "
-            "cannot be identified. The round is void.",
+            "The sum cannot be one of updates within federated.update_limit: a silo sent something else, and under "
+            "masks it cannot be identified. The round is void.",
             kind="bad sum",
         )
     summed = torch.from_numpy(total)

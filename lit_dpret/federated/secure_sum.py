@@ -53,7 +53,7 @@ class Session:
     def __post_init__(self) -> None:
         count = len(self.clients)
         if len(set(self.clients)) != count or min(self.clients, default=0) < 1:
-            raise ConfigurationError("federated.secure_sum needs different positive numbers for its clients.")
+            raise ConfigurationError("federated.secure_sum: the numbers of the clients must be positive and distinct.")
         if count < 3:
             raise ConfigurationError(
                 f"federated.secure_sum=true with {count} clients hides nothing: it needs at least three."
@@ -62,8 +62,8 @@ class Session:
             object.__setattr__(self, "threshold", threshold_for(None, count))
         if not count // 2 < self.threshold <= count:
             raise ConfigurationError(
-                f"threshold={self.threshold} (federated.sum_threshold) of a sum of {count} clients must be more than "
-                "half of them, or two halves could be asked for different things, and no more than all."
+                f"threshold={self.threshold} (federated.sum_threshold) must be at most the {count} clients of the sum, "
+                "and more than half of them: otherwise two halves could unmask two different sums."
             )
 
     @property
@@ -124,10 +124,10 @@ class Client:
         has_update: bool = True,
     ) -> None:
         if number not in session.clients:
-            raise ConfigurationError(f"Client {number} is not a client of the sum {session.name!r}.")
+            raise ConfigurationError(f"Client {number} does not belong to the sum {session.name!r}.")
         if roster is not None and set(roster) != set(session.clients):
             raise DataError(
-                "The server's numbers are not those of the roster: of fewer silos, it could choose those who collude.",
+                "The server's numbers are not those of the roster: from fewer silos, it could choose its colluders.",
                 kind="bad protocol",
             )
         self.session, self.number = session, number
@@ -151,7 +151,9 @@ class Client:
     def share(self, advertised: Iterable[Keys]) -> dict[int, bytes]:
         """Phase 2: return for every peer a sealed pair of shares and a flag for whether this client has an update."""
         if self._peers:
-            raise DataError("This client has shared its secrets in this sum, and does so once.", kind="bad protocol")
+            raise DataError(
+                "This client has already shared its secrets in this sum, and shares once.", kind="bad protocol"
+            )
         found = list(advertised)
         peers = {keys.client: keys for keys in found}
         if len(peers) != len(found) or not set(peers) <= set(self.session.clients):
@@ -178,7 +180,9 @@ class Client:
     def mask(self, words: Words, sealed: Mapping[int, bytes]) -> Words:
         """Phase 3: return the vector under all its masks, given the shares of the remaining peers."""
         if self._masked:
-            raise ConfigurationError("A client masks one vector in one sum: two under the same masks would show both.")
+            raise ConfigurationError(
+                "A client masks one vector per sum: two under the same masks reveal their difference."
+            )
         for peer, box in sealed.items():
             if peer not in self._peers or peer == self.number:
                 raise DataError(f"Client {peer} shared without having advertised keys.", kind="bad protocol")
@@ -213,7 +217,9 @@ class Client:
         """Phase 4, with a roster: sign the lists; a client signs one pair of lists for each sum."""
         found = self.statement(active, dead)
         if self._signed not in (b"", found):
-            raise DataError("This client has signed other lists of this sum, and signs one.", kind="signed already")
+            raise DataError(
+                "This client has already signed other lists of this sum, and signs once.", kind="signed already"
+            )
         self._signed = found
         return sign(self._identity or b"", found)
 
@@ -225,7 +231,9 @@ class Client:
         With a roster it needs the signatures of phase 4, by client.
         """
         if self.done:
-            raise DataError("This client has unmasked this sum already, and does so once.", kind="bad protocol")
+            raise DataError(
+                "This client has already unmasked this sum or refused to, and answers once.", kind="bad protocol"
+            )
         alive, lost = self._checked(active, dead)
         if self._roster is not None:
             found = self.statement(alive, lost)
@@ -233,8 +241,8 @@ class Client:
             good = sum(is_signed(self._roster[one], signature, found) for one, signature in given.items())
             if good < self.session.threshold or self._signed not in (b"", found):
                 raise DataError(
-                    f"{good} clients signed these lists and {self.session.threshold} are needed: others may have been "
-                    "given other lists.",
+                    f"{good} clients signed these lists; {self.session.threshold} are needed, and this one must not "
+                    "have signed others. The server may have sent other lists to some.",
                     kind="lists not signed",
                 )
         # After all other checks: this refusal reveals something about the clients of a list, and of one list only.
@@ -242,7 +250,7 @@ class Client:
         if len(alive & self._with_update) < self.session.threshold:
             raise DataError(
                 f"{len(alive & self._with_update)} clients have an update and {self.session.threshold} are needed: the "
-                f"sum {self.session.name!r} would show too few.",
+                f"sum {self.session.name!r} would cover too few.",
                 kind="too few updates",
             )
         return Unmasking(
@@ -257,11 +265,13 @@ class Client:
             raise DataError("This client has sent no vector in this sum.", kind="bad protocol")
         if alive & lost:
             raise DataError(
-                f"Clients {sorted(alive & lost)} are called both active and lost, which would reveal their vectors.",
+                f"Clients {sorted(alive & lost)} are listed as both active and lost, which would reveal their vectors.",
                 kind="bad protocol",
             )
         if alive | lost != set(self._held) or self.number not in alive:
-            raise DataError("The server names other clients than those that shared their secrets.", kind="bad protocol")
+            raise DataError(
+                "The lists must be exactly the clients that shared secrets, this one active.", kind="bad protocol"
+            )
         self._need(len(alive), "sent a vector")
         return alive, lost
 
@@ -288,7 +298,7 @@ class Client:
     def _need(self, count: int, what: str) -> None:
         if count < self.session.threshold:
             raise DataError(
-                f"{count} clients {what} and {self.session.threshold} are needed: {self.session.name!r} is given up.",
+                f"{count} clients {what} and {self.session.threshold} are needed: {self.session.name!r} is abandoned.",
                 kind="too few clients",
             )
 
@@ -301,7 +311,7 @@ class Client:
         known = self._roster.get(keys.client)
         if known is None or not is_signed(known, keys.signature, self._key_words(keys.client, keys.seal, keys.mask)):
             raise DataError(
-                f"The keys of client {keys.client} are not signed by the key of the roster.",
+                f"The keys of client {keys.client} are not signed with that client's key on the roster.",
                 kind=f"bad signature of client {keys.client}",
             )
 
@@ -361,7 +371,7 @@ class Server:
         for client in self.dead:
             key = self._joined(answers, client, "keys")
             if public_of(key) != self.keys[client].mask:
-                raise DataError(f"The shares of client {client} do not make its key.", kind="bad protocol")
+                raise DataError(f"The shares of client {client} do not give its key.", kind="bad protocol")
             for peer in self.active:
                 # The peer added the mask if its number is the smaller one, and subtracted it otherwise.
                 pair = pair_key(self.session, key, self.keys[peer].mask, client, peer)

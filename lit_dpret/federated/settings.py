@@ -65,12 +65,12 @@ class Stage1:
             )
         if (self.weighting == "capped") != (self.n_hat is not None):
             raise ConfigurationError(
-                f"federated.stage1.n_hat={self.n_hat}: it is needed with weighting=capped, and null otherwise."
+                f"federated.stage1.n_hat={self.n_hat} must be a number with weighting=capped, and null otherwise."
             )
         if self.aggregation != "mean" and self.weighting != "uniform":
             raise ConfigurationError(
-                f"federated.stage1.weighting={self.weighting} with aggregation={self.aggregation}: a silo with a false "
-                "size would decide. Set federated.stage1.weighting=uniform."
+                f"federated.stage1.weighting={self.weighting} with aggregation={self.aggregation}: a silo that reports "
+                "a false size would decide. Set federated.stage1.weighting=uniform."
             )
 
 
@@ -139,7 +139,7 @@ class FederatedPrivacy:
         require_number("federated.privacy", self, "max_grad_norm", "request_share", "collection_delta",
                        "collection_radius")  # fmt: skip
         if not self.request_share < 1:
-            raise ConfigurationError(f"federated.privacy.request_share={self.request_share} must lie between 0 and 1.")
+            raise ConfigurationError(f"federated.privacy.request_share={self.request_share} must be between 0 and 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,11 +208,12 @@ class PddAs2(Safeguards):
             raise ConfigurationError(f"federated.sum_threshold={self.sum_threshold} needs federated.secure_sum=true.")
         if self.sum_threshold is not None and self.sum_threshold < 3:
             raise ConfigurationError(
-                f"federated.sum_threshold={self.sum_threshold} must be at least 3: of two, each knows the other."
+                f"federated.sum_threshold={self.sum_threshold} must be at least 3: in a sum of two, each silo knows "
+                "the other's update."
             )
         if self.roster and not (self.secure_sum or self.seal):
             raise ConfigurationError(
-                "federated.roster=true signs the keys of federated.secure_sum and federated.seal, and neither is set."
+                "federated.roster=true signs the keys of federated.secure_sum and federated.seal. Set one of them."
             )
         if self.asks and self.stage2.response == "dp_centroid" and self.privacy.collection_eps is None:
             raise ConfigurationError(
@@ -221,7 +222,7 @@ class PddAs2(Safeguards):
             )
         if self.train_on == "synthetic" and self.asks and self.stage2.request == "dp_centroid":
             raise ConfigurationError(
-                "federated.stage2.request=dp_centroid adds noise in vain with federated.train_on=synthetic, whose "
+                "federated.stage2.request=dp_centroid adds useless noise with federated.train_on=synthetic, whose "
                 "queries are released already. Set request=exact, or none."
             )
         if self.privacy.eps is not None:
@@ -254,12 +255,12 @@ class PddAs2(Safeguards):
             raw,
             (
                 stage1.weighting == "examples",
-                "stage1.weighting=examples tells the server how many queries each silo has. Set it to uniform, or to "
-                "capped with federated.secure_sum=true.",
+                "stage1.weighting=examples reports to the server how many queries each silo has. Set it to uniform, "
+                "or to capped with federated.secure_sum=true.",
             ),
             (
                 stage1.weighting == "capped" and not self.secure_sum,
-                "stage1.weighting=capped tells the server how many queries a small silo has. Set "
+                "stage1.weighting=capped reports to the server how many queries a small silo has. Set "
                 "federated.secure_sum=true, or weighting=uniform.",
             ),
         ]

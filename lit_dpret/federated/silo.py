@@ -134,7 +134,7 @@ class SiloClient:
         self.credentials = credentials if settings.roster else None
         if settings.roster and (credentials is None or credentials.name != self.name):
             raise ConfigurationError(
-                f"federated.roster=true, and silo {self.name!r} has "
+                f"federated.roster=true, but silo {self.name!r} has "
                 f"{'no signing key and roster' if credentials is None else 'the signing key of another silo'}."
             )
         self.collection = SentenceCollection(silo.sentences, silo.passage_of)

@@ -94,8 +94,9 @@ class SiloAccount:
         """
         why = (
             f"federated.privacy.eps={self.settings.privacy.eps:g} is spent: the interrupted {lost} cannot be repeated "
-            "here, is lost and stays charged. The silo trains and asks no more in this run, and goes on with the "
-            "weights from before. To train it to the end, start over in a new folder, whose budget comes on top."
+            "on this machine, is lost and stays charged. The silo trains and requests nothing more in this run, and "
+            "keeps its current weights. To train to the end, start over in a new folder with new ledgers, whose budget "
+            "is spent in addition."
         )
         save_json(self.state / _ENDED, why)
         rank_zero_warn(f"Silo {self.name}: {why}")
@@ -139,8 +140,8 @@ class SiloAccount:
                 continue
             if batch > units:
                 raise ConfigurationError(
-                    f"Client {self.name!r} has fewer train queries than batch_size={batch} of federated.stage1 or "
-                    "stage2. Lower it, or leave the client out."
+                    f"Client {self.name!r} has fewer train queries (or pairs, if they are the unit) than "
+                    f"batch_size={batch} of federated.stage1 or stage2. Lower it, or leave the client out."
                 )
             planned.append((Poisson(sample_rate=batch / units), (times - over) * max(1, round(units / batch))))
         return planned
@@ -197,7 +198,7 @@ def collection_centroids(
     )
     if privacy.neighbours != "add_or_remove" and budget.delta >= 1 / passages:
         raise ConfigurationError(
-            f"federated.privacy.collection_delta={budget.delta:g} must be below 1/n = {1 / passages:.3g} of the n "
+            f"federated.privacy.collection_delta={budget.delta:g} must be below 1/n = {1 / passages:.3g} for the n "
             "passages, or the guarantee allows publishing one of them."
         )
     # The unit is a passage, with its own ledger in ``ledgers``; one sentence of each counts.

@@ -99,8 +99,8 @@ class SiloLedger:
                 known = set(self._book.entries)
             if plan.get("run_id") not in known:
                 raise LedgerError(
-                    f"{self.path} does not know of {path}: entries were lost, or it is an older copy. Restore the "
-                    "newest one, without which the spending is unknown."
+                    f"{self.path} has no entry for {path}: entries were lost, or it is an older copy. Restore the "
+                    "newest copy: without it the spending is unknown."
                 )
 
     def training(self, *, noise_multiplier: float, max_grad_norm: float) -> DPSGD:
@@ -156,7 +156,7 @@ class SiloLedger:
             def noised(table: Tensor, sensitivity: float) -> Tensor:
                 nonlocal done
                 if done == count:
-                    raise ConfigurationError(f"{label}: all of the {count} reserved releases are made.")
+                    raise ConfigurationError(f"{label}: all of the {count} reserved releases have been made.")
                 # Rounding to a grid moves the table a little further. The noise covers that too.
                 sensitivity = with_rounding_paid(sensitivity, self.noise)
                 std = noise_multiplier * sensitivity
@@ -233,8 +233,8 @@ class SiloLedger:
         entry = self._book.entries.get(str(plan.get("run_id")))
         if entry is None:
             raise PrivateDataError(
-                f"{what} was not charged to {self.path.name}: its epsilon would be additional. Name the state folder "
-                "whose ledger contains it (federated.state, or --state of lit-dpret silo), or train it under this one "
+                f"{what} was not charged to {self.path.name}: its epsilon would be additional. Name the ledgers that "
+                "contain it (federated.state, or ledgers in the document of lit-dpret silo), or train it under these "
                 "(task=federated_generators)."
             )
         if recorded_start(records) is not None:
@@ -245,8 +245,8 @@ class SiloLedger:
         own, charged = (sorted(str(one.to_dict()) for one in of) for of in (merge(owed_releases(records)), releases))
         if entry.head not in {record.get("hash") for record in records} or own != charged:
             raise PrivateDataError(
-                f"{what} and {self.path.name} disagree on its releases: one of the two was put back or cut. Restore "
-                "both."
+                f"{what} and {self.path.name} disagree on its releases: one of the two is an older copy or was "
+                "truncated. Restore the newest copy of both."
             )
         return releases
 
@@ -298,7 +298,8 @@ def split_budget(
     if found is None or not math.isfinite(total(found)):
         before = f" after {len(spent)} releases" if spent else ""
         raise ConfigurationError(
-            f"federated.privacy.eps={budget.eps:g} is too small for the plan{before}. Raise it, or plan fewer rounds."
+            f"federated.privacy.eps={budget.eps:g} is too small for the plan{before}. Plan fewer rounds, or raise it, "
+            "which works only before the first release."
         )
     return NoisePlan(grid[found], request)
 

@@ -126,7 +126,7 @@ class SiloSum:
         if cut:
             tell_here(
                 f"Kept on this machine: round {number}: {cut} of {len(vector) - 1} changes were beyond "
-                f"federated.update_limit={limit:g} and were cut"
+                f"federated.update_limit={limit:g} and were clipped"
             )
         return vector
 
@@ -142,7 +142,9 @@ class SiloSum:
         """Phase 3: return the masked vector, once."""
         plan, client = self._known(attempt)
         if not self._words.is_file():
-            raise DataError("This silo has sent its vector in this sum, and does so once.", kind="bad protocol")
+            raise DataError(
+                "This silo has already sent its vector in this sum, and sends it once.", kind="bad protocol"
+            )
         words: Words = load_file(self._words)["words"].numpy().view(np.uint32)
         found = client.mask(words, sealed)
         self._keep(plan, client)
@@ -199,7 +201,7 @@ class SiloSum:
             plan = SumPlan(**{**facts["plan"], "clients": tuple(facts["plan"]["clients"])})
             if plan.attempt == attempt:
                 return plan, self._client(plan, facts["number"]).go_on(facts["client"])
-        raise DataError("This silo has no secrets of this sum: it was unmasked or given up.", kind="no such sum")
+        raise DataError("This silo has no secrets of this sum: it was unmasked or abandoned.", kind="no such sum")
 
     def _list_of(self, number: int) -> Path:
         """Return the file that records to which list of a round the silo has agreed."""
@@ -213,7 +215,7 @@ class SiloSum:
 
 def _agreed_already(number: int) -> DataError:
     return DataError(
-        f"This silo has agreed to a list of round {number} already, and does so once: two sums of one round could "
+        f"This silo has already agreed to a list of round {number}, and agrees once: two sums of one round could "
         "differ by a single update.",
         kind="agreed already",
     )

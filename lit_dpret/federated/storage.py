@@ -149,7 +149,7 @@ class Served:
 
 def _served(what: str) -> DataError:
     return DataError(
-        f"This silo has served {what} already, and serves each turn of a run once. If the server has lost its folder, "
-        "start over with new state folders (state) and the remaining budget.",
+        f"This silo has already served {what}, and serves each turn of a run once. If the server has lost its folder, "
+        "start over with new state folders at the silos (state) and the remaining budget.",
         kind="served already",
     )

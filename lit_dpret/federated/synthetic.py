@@ -56,14 +56,14 @@ def public_sentences(folder: Path) -> dict[str, str]:
     path = folder / PUBLIC
     if not path.is_file():
         raise DataError(
-            f"{path} is missing: it lists the ids of the silo's public sentences, one in a line. Write it, or choose "
-            "another federated.stage2.response."
+            f"{path} is missing: it lists the ids of the silo's public sentences, one per line. Write it, or set "
+            "federated.train_on=queries and another federated.stage2.response."
         )
     ids = {line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()}
     sentences = SiloDataModule(folder=folder).silo.sentences
     if not ids or not ids <= sentences.keys():
         what = f"{min(ids - sentences.keys())!r}, which is not a sentence of this collection" if ids else "no sentence"
-        raise DataError(f"{path} names {what}. Write ids of sentences of the silo, one in a line.")
+        raise DataError(f"{path} names {what}. Write ids of sentences of the silo, one per line.")
     return {sid: text for sid, text in sentences.items() if sid in ids}
 
 
@@ -155,10 +155,13 @@ def check_generator(silo: str | Path, settings: PddAs2, terms: GeneratorTerms) -
     )  # fmt: skip
     if terms.eps > budget.eps:
         raise ConfigurationError(
-            f"{_WHERE}: eps={terms.eps:g} of the generator must be at most federated.privacy.eps={budget.eps:g}."
+            f"{_WHERE}: task.eps={terms.eps:g}, the generator's, must be at most federated.privacy.eps={budget.eps:g}."
         )
     if batch_size > data.n_units:
-        raise ConfigurationError(f"{_WHERE}: batch_size={batch_size} exceeds the number of the silo's train queries.")
+        raise ConfigurationError(
+            f"{_WHERE}: task.batch_size={batch_size} exceeds the number of the silo's train queries (or pairs, if they "
+            "are the unit). Lower it."
+        )
     return data, budget
 
 
@@ -192,8 +195,8 @@ def read_synthetic(silo: str | Path, ledger: SiloLedger | None, *, near: Sequenc
     path = folder / CARD_NAME
     if not path.is_file():
         raise DataError(
-            f"{_WHERE}: {folder} has no {CARD_NAME}, so their privacy is unknown. Make them with "
-            "task=federated_generators, or choose another federated.stage2.response."
+            f"{_WHERE}: {folder} has no {CARD_NAME}, so their privacy is unknown. Write them with "
+            "task=federated_generators, or set federated.train_on=queries and another federated.stage2.response."
         )
     found = verify_chain(path, parents=[place for place in near if Path(place).exists()])
     if found.failed:
@@ -212,7 +215,10 @@ def read_synthetic(silo: str | Path, ledger: SiloLedger | None, *, near: Sequenc
         lineage.look_near(path)
         own = lineage.ledger(card, path)
         if own is None:
-            raise PrivateDataError(f"{folder}: the ledger of its generator was not found, so its cost is unknown.")
+            raise PrivateDataError(
+                f"{folder}: the ledger of its generator was not found, so its cost is unknown. Name the state folder "
+                "that holds the generator (federated.state, or --state of lit-dpret silo)."
+            )
         releases = ledger.require_charged(PrivacyLedger.read(own).records, f"The generator of {folder}")
     return SyntheticSet(folder, texts, privacy_line(card), releases)
 
@@ -233,7 +239,7 @@ def units_and_budget(
 ) -> tuple[SiloDataModule, PrivacyBudget]:
     """Return a silo's train queries in units of privacy, and its whole budget."""
     if privacy.eps is None:
-        raise ConfigurationError("federated.privacy.eps=null: there is no budget, and so no ledger of one. Set it.")
+        raise ConfigurationError("federated.privacy.eps=null: without a budget there is no ledger. Set it.")
     data = SiloDataModule(folder=silo, **sampling)
     data.use_unit(privacy.unit, privacy.neighbours)
     budget = silo_budget(
@@ -245,7 +251,7 @@ def units_and_budget(
 def _require_claim(card: Mapping[str, Any], budget: PrivacyBudget | None, folder: Path) -> None:
     claim = card["claim"]
     if card["subject"]["artifact_type"] != "dataset":
-        raise PrivateDataError(f"{folder}: its card is one of {card['subject']['artifact_type']}, not of a data set.")
+        raise PrivateDataError(f"{folder}: its card describes a {card['subject']['artifact_type']}, not a data set.")
     if claim["guarantee"] != "dp" or claim["epsilon"] is None:
         raise PrivateDataError(
             f"{folder}: its card claims no differential privacy ({claim['guarantee']}). Train its generator under a "
@@ -259,11 +265,11 @@ def _require_claim(card: Mapping[str, Any], budget: PrivacyBudget | None, folder
         if claim[name] != (wanted := getattr(budget, name)):
             raise PrivateDataError(
                 f"{folder}: its claim has {name}={claim[name]}, and {knob}={wanted}, so their epsilons do not add up. "
-                "Train the generator with the same."
+                "Train the generator with the same value."
             )
     if (card["accounting"] or {}).get("basis") == "no_amplification":
         raise PrivateDataError(
-            f"{folder}: its claim is without amplification by sampling. Train the generator with Poisson sampling."
+            f"{folder}: its claim has no amplification by sampling. Train the generator with Poisson sampling."
         )
 
 
@@ -278,6 +284,7 @@ def _texts(silo: Path, folder: Path) -> list[str]:
     if hidden := sum(text in private for text in read.passages.values()):
         raise PrivateDataError(
             f"{folder}: {hidden} sentences that queries were written for are not in {PUBLIC}. A query reveals its "
-            "sentence, which the generator's claim does not protect. Write the set again."
+            "sentence, which the generator's claim does not protect. Write the queries again "
+            "(task=federated_generators)."
         )
     return texts

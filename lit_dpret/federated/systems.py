@@ -90,7 +90,7 @@ class SystemRunner:
         found = sorted((self._shared(self.plan.settings(seed)) / "server").glob("global-*.safetensors"))
         if not found:
             raise ConfigurationError(
-                "task.save_encoder=true needs a global model that was trained here: set it with federated=inprocess."
+                "task.save_encoder=true needs a global model that was trained here. Set federated=inprocess."
             )
         made = self.plan.model(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained")
         made.put_global(load_file(found[-1]))
@@ -189,8 +189,8 @@ def check_systems(systems: Sequence[str]) -> list[System]:
     unknown = sorted(set(systems) - set(SYSTEMS))
     if unknown or not systems or max(Counter(systems).values()) > 1:
         raise ConfigurationError(
-            f"task.systems={list(systems)} must be some different ones of {', '.join(SYSTEMS)}"
-            f"{f', and {unknown[0]!r} is none of them' if unknown else ''}."
+            f"task.systems={list(systems)} must be one or more of {', '.join(SYSTEMS)}, each once"
+            f"{f', and {unknown[0]!r} is not one of them' if unknown else ''}."
         )
     return [system for system in SYSTEMS if system in systems]
 
@@ -198,7 +198,7 @@ def check_systems(systems: Sequence[str]) -> list[System]:
 def check_seeds_and_split(seeds: Sequence[int], split: str) -> None:
     """Refuse missing or repeated seeds, and a split without evaluation."""
     if not seeds or len(set(seeds)) != len(seeds) or any(isinstance(one, bool) or one < 0 for one in seeds):
-        raise ConfigurationError(f"task.seeds={list(seeds)} must be some different whole numbers, none below 0.")
+        raise ConfigurationError(f"task.seeds={list(seeds)} must be one or more different integers of at least 0.")
     if split not in ("dev", "test"):
         raise ConfigurationError(f"task.split={split!r} must be dev or test.")
 
@@ -227,7 +227,8 @@ def check_elsewhere(systems: Sequence[System], seeds: Sequence[int]) -> None:
         )
     if len(seeds) > 1:
         raise ConfigurationError(
-            f"task.seeds={list(seeds)}: with federated=flower a silo's state and budget belong to one run, so set one."
+            f"task.seeds={list(seeds)}: with federated=flower a silo's state and budget belong to one run. Set one "
+            "seed."
         )
 
 

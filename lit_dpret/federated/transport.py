@@ -120,7 +120,7 @@ class InProcessFederation(Federation):
     ) -> None:
         self.clients = {client.name: client for client in clients}
         if len(self.clients) != len(clients) or not clients:
-            raise ConfigurationError("A federation needs at least one client, and clients of different names.")
+            raise ConfigurationError("A federation needs at least one client, and each client its own name.")
         check_silos(settings.check(), len(clients))
         super().__init__(settings, start, folder, clients=sorted(self.clients))
         self.steps_of_round = len(clients)

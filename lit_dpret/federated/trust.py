@@ -41,7 +41,7 @@ def sights(run: PddAs2, systems: Collection[str] = ("fed_negative",)) -> list[Si
     map keys to silos.
     """
     eps = run.privacy.eps
-    made = "made of queries that the silo's DP generator wrote: its privacy card"
+    made = "computed from queries that the silo's DP generator wrote: its privacy card"
     delta = "1/(2n)" if run.privacy.delta is None else f"{run.privacy.delta:g}"
     terms = f"delta={delta}, {run.privacy.neighbours}"
     dp = _NONE
@@ -52,7 +52,7 @@ def sights(run: PddAs2, systems: Collection[str] = ("fed_negative",)) -> list[Si
     bare = dp if run.train_on == "synthetic" else _NONE  # what protects the things that are sent without noise
     update = dp
     if eps is not None and run.train_on == "queries":
-        update += "; nothing is promised of the sentences that it is trained on"
+        update += "; nothing is promised for the sentences that it is trained on"
     hidden = run.secure_sum
     least = "2n/3 + 1" if run.sum_threshold is None else f"{run.sum_threshold} (at least n/2 + 1)"
     summed = f"the sum of t or more of them, t={least}"
@@ -68,10 +68,10 @@ def sights(run: PddAs2, systems: Collection[str] = ("fed_negative",)) -> list[Si
     if hidden:
         found.append(
             Sight(
-                "that a silo has no update in a round: training failed, or federated.update_norm forbids to send it",
+                "that a silo has no update in a round: training failed, or federated.update_norm forbids sending it",
                 "whether t silos have one" if run.stage1.weighting != "uniform" else "how many silos have one",
                 "which silos have none",
-                f"sealed from the server, with {_keys(run)}; against the silos, and whoever they tell: none, and no "
+                f"sealed from the server, with {_keys(run)}; against the silos, and anyone they inform: none, and no "
                 "ledger counts it",
             )
         )
@@ -83,7 +83,7 @@ def sights(run: PddAs2, systems: Collection[str] = ("fed_negative",)) -> list[Si
     if eps is not None:  # measures are never reported under a budget
         what, knob = "what is spent of its budget, from which the number of its train queries follows", "share_epsilon"
     else:
-        what, knob = "the means of its measures, and how many test queries they are of", "share_measures"
+        what, knob = "the means of its measures, and the number of test queries", "share_measures"
         if run.train_on == "synthetic" or not count:
             kept += f", {_TRAIN_QUERIES}"
     found.append(Sight(what, f"nothing, unless the silo sets {knob}", "nothing", "each silo's own choice"))
@@ -113,8 +113,8 @@ def _count(run: PddAs2, sent: Sequence[Sight], bare: str, masks: str) -> Sight |
 
 def _against(run: PddAs2) -> str:
     if not run.roster:
-        return "under an honest-but-curious server alone"
-    return "against any server and c < 2 t - n colluding silos, of n on the roster; of at least t - c updates of others"
+        return "against an honest-but-curious server only"
+    return "against any server with c < 2 t - n colluders, of n on the roster (it learns a sum of t - c or more others)"
 
 
 def _keys(run: PddAs2) -> str:
@@ -132,7 +132,7 @@ def _relayed(run: PddAs2, seen: str, limit: str) -> tuple[str, str]:
 def _request(run: PddAs2, dp: str, bare: str) -> Sight:
     stage, what = run.stage2, "a request for negatives"
     if stage.request == "none":
-        return Sight(what, "that one was made", "that one was made", "nothing of the queries is in it")
+        return Sight(what, "that it was sent", "that it was sent", "it contains nothing of the queries")
     if stage.request == "dp_centroid":
         server, limit = _relayed(run, "the centroids", dp)
         of = f"{stage.centroids} noised centroids of the queries"

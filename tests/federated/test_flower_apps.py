@@ -326,7 +326,7 @@ def test_an_answer_is_taken_for_that_of_the_node_which_was_asked() -> None:
     with acting_as():
         found = silos.exchange("query.ping", {name: envelope() for name in ("a", "b", "c")}, "now")
     assert {name: content["head"]["node"] for name, content in found.items()} == {"a": 2, "b": 3}
-    assert len(silos.faults) == 1 and "client 'c' sent nonsense: " in silos.faults[0]
+    assert len(silos.faults) == 1 and "client 'c' sent an unreadable message: " in silos.faults[0]
 
 
 def test_nobody_takes_the_name_of_a_silo_that_is_there_and_a_new_node_may_of_one_that_left() -> None:

@@ -103,9 +103,9 @@ def test_a_check_prints_who_sees_what_and_what_is_spent_and_leaves_no_trace(
     said = capsys.readouterr().out
     assert "silo client0" in said and "eps=20" in said and "epsilon 0 of 20 is spent" in said
     assert not settings.state.exists()
-    assert "the server is told no measure (share_measures: false)" in said
-    assert "the server is told the means" in check_silo(silo(tmp_path, share_measures=True))
-    assert "the server is told no measure" in check_silo(silo(tmp_path, PRIVATE, share_measures=True))
+    assert "the server learns no measure (share_measures: false)" in said
+    assert "the server learns the means" in check_silo(silo(tmp_path, share_measures=True))
+    assert "the server learns no measure" in check_silo(silo(tmp_path, PRIVATE, share_measures=True))
     client = settings.client()
     client.train_shared(start_of(MAKE), 0)
     before = {path: path.read_bytes() for path in settings.state.rglob("*") if path.is_file()}
@@ -213,7 +213,7 @@ def test_a_silo_of_a_roster_needs_its_signing_key_and_the_list_and_makes_the_key
         check_silo(read_silo_settings(Path(document(tmp_path, settings))))
     whole = read_silo_settings(Path(document(tmp_path, replace(settings, roster_file=Path("roster.json")))))
     assert "what is spent of the budget (share_epsilon: true)" in check_silo(whole)
-    assert "3 of the 3 silos on the roster have to stay" in check_silo(whole) and "\nsecure sum: " in check_silo(whole)
+    assert "3 of the 3 silos on the roster must stay" in check_silo(whole) and "\nsecure sum: " in check_silo(whole)
     with pytest.raises(ConfigurationError, match=r"federated\.sum_threshold"):
         check_silo(replace(whole, federated=replace(run, sum_threshold=4)))
     write_roster(roster, {"client0": "33" * 32, "client1": "11" * 32, "client2": "22" * 32})

@@ -121,7 +121,7 @@ def test_what_the_server_says_against_a_run_is_passed_on(
     ({"superlink": "name"}, r"federated\.insecure .*'name'"),
     ({"root_certificates": "/no/ca"}, r"insecure=true .*federated\.root_certificates"),
     ({"insecure": False, "root_certificates": "/no/ca"}, r"federated\.root_certificates=/no/ca"),
-    ({"run_name": "a b"}, r"federated\.name='a b-\w+'"),
+    ({"run_name": "a b"}, r"name='a b-\w+' .*federated\.run_name"),
 ])  # fmt: skip
 def test_a_target_that_cannot_be_is_refused(
     flower: FakeFlower, tmp_path: Path, link: dict[str, Any], message: str

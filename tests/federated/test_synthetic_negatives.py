@@ -309,8 +309,8 @@ def test_a_run_that_is_charged_with_less_than_it_released_is_refused(world: Path
     intent = next(record for record in records if record["kind"] == "intent")
     start = {"kind": "event", "name": START_EVENT, "start": {"releases": []}}
     for wrong, why in (
-        ([*records, {**intent, "step": 99}], "put back or cut"),
-        ([{**record, "hash": "0"} for record in records], "put back or cut"),
+        ([*records, {**intent, "step": 99}], "older copy or was truncated"),
+        ([{**record, "hash": "0"} for record in records], "older copy or was truncated"),
         ([*records, start], "another private run"),
         ([], r"silo_ledger\.query\.jsonl"),
     ):

@@ -151,7 +151,7 @@ def test_an_owners_silo_reads_the_set_with_the_state_of_its_generator_and_with_n
         ledgers=state / "private",
     )  # fmt: skip
     assert "silo client0" in check_silo(settings)
-    with pytest.raises(LedgerError, match="does not know of"):
+    with pytest.raises(LedgerError, match="has no entry for"):
         check_silo(SiloSettings(**{**vars(settings), "ledgers": None}))
     with pytest.raises(PrivateDataError, match="--state of lit-dpret silo"):
         check_silo(SiloSettings(**{**vars(settings), "state": world / "elsewhere"}))
@@ -166,7 +166,7 @@ def test_an_owners_silo_reads_the_set_with_the_state_of_its_generator_and_with_n
         (None, None, {"state": None}, r"ledgers begin empty.*federated\.state=RUN/private"),
         (None, None, {"state": "{root}/silos"}, r"no state of client 'client0'.*task=federated_generators"),
         ("private/client1/private/silo_ledger.query.jsonl", None, {}, r"not charged to silo_ledger\.query\.jsonl"),
-        (None, "private/client1/run.json", {}, "was begun by rounds of another run"),
+        (None, "private/client1/run.json", {}, "already holds rounds of another run"),
         (None, None, {"privacy": {**BUDGET, "eps": 8.0}}, r"federated\.privacy\.eps=8"),
         ("silos/clients/client1/synthetic", None, {}, "task=federated_generators"),
     ],

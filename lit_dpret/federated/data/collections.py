@@ -39,7 +39,7 @@ def silos_by_domain(
     limits = {"max_train_queries": max_train_queries, "max_test_queries": max_test_queries}
     require_whole("task", {"clients": clients, "max_passages": max_passages, **limits}, 1, null=True)
     if not collection.domains:
-        raise DataError(f"{collection.source}: no query names a domain, so there is nothing to make clients of.")
+        raise DataError(f"{collection.source}: no query names a domain, so no client can be formed.")
     queries = _queries(collection)
     enough = largest_clients(
         queries, clients, min_train=min_train, min_test=min_test, what=f"domains of {collection.source}"
@@ -133,7 +133,7 @@ def safe_name(domain: str) -> str:
     """
     name = re.sub(r"[^A-Za-z0-9._]+", "-", domain).strip("-._")[:64]
     if not name:
-        raise DataError("A domain has no letter or digit that could name a client.")
+        raise DataError("A domain has no letter or digit (A-Z, a-z, 0-9) that could name a client.")
     return name
 
 

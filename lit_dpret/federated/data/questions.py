@@ -175,7 +175,7 @@ def read_genres(folder: str | Path, *, merge_world: bool = False) -> dict[str, s
     lists = sorted(root.glob("*.txt")) if root.is_dir() else []
     if not lists:
         raise DataError(
-            f"{root} holds no lists of CNN addresses (*.txt, one in a line); check task.cnn_urls. They are "
+            f"{root} holds no lists of CNN addresses (*.txt, one per line); check task.cnn_urls. They are "
             "cnn_wayback_training_urls.txt and its siblings.",
             kind="missing file",
         )

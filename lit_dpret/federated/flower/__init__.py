@@ -26,13 +26,13 @@ def _be_silent() -> None:
         if os.environ.setdefault(variable, "0") != "0":
             warnings.warn(
                 f"{variable}={os.environ[variable]}: {who} reports the use of this federation to its makers. Set it to "
-                "0, or leave it unset, unless that is wanted.",
+                "0, or leave it unset, unless you want that.",
                 stacklevel=3,
             )
     read = getattr(sys.modules.get("flwr.supercore.telemetry"), "FLWR_TELEMETRY_ENABLED", "0")
     if read != "0" and os.environ["FLWR_TELEMETRY_ENABLED"] == "0":
         warnings.warn(
-            "flwr was imported before lit_dpret.federated.flower, with its telemetry on, and does not ask again. "
+            "flwr was imported before lit_dpret.federated.flower, with its telemetry on, and does not check again. "
             "Import lit_dpret.federated.flower first, or set FLWR_TELEMETRY_ENABLED=0.",
             stacklevel=3,
         )

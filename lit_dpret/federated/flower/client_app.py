@@ -86,11 +86,11 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
                 client.hides_failures = client.settings.hides
                 head = payloads.head_of(message.content, _SERVER)
                 if head.get("settings") != payloads.digest_of(client.settings):
-                    raise DataError("The server's settings are not this silo's.", kind="other settings")
+                    raise DataError("The server's settings differ from this silo's document.", kind="other settings")
                 check_planned(client.settings, head)
                 check_ledgers(client, context)
                 if action in SUM_ACTS and not client.settings.secure_sum:
-                    raise DataError("The settings have no secure sum.", kind="other settings")
+                    raise DataError("The server begins a secure sum, under secure_sum=false.", kind="other settings")
                 # A server that moves on to something else has abandoned its sum or refresh: delete those keys.
                 if client.settings.secure_sum and action not in SUM_ACTS:
                     _sum(client).forget()
@@ -133,7 +133,7 @@ def unheard(work: Callable[[], T]) -> T | None:
     try:
         return work()
     except Exception as error:
-        _note("not told to the server", error)
+        _note("not reported to the server", error)
         return None
 
 
@@ -146,7 +146,9 @@ def check_planned(run: PddAs2, head: Head) -> None:
     }
     for name, planned in turns.items():
         if name in head and payloads.whole(head, name) not in planned:
-            raise DataError(f"The server asks for {name} {head[name]}, which is not planned.", kind="not planned")
+            raise DataError(
+                f"The server asks for {name} {head[name]}, which the settings do not plan.", kind="not planned"
+            )
 
 
 def remember_ledgers(client: SiloClient, context: Context) -> None:
@@ -166,7 +168,7 @@ def check_ledgers(client: SiloClient, context: Context) -> None:
         known = path.read_bytes()[: int(size)] if path.is_file() else b""
         if hashlib.sha256(known).hexdigest() != digest:
             raise LedgerError(
-                f"{path} is not this node's ledger of an earlier round, or has lost entries. Restore it from a copy."
+                f"{path} is not this node's ledger of an earlier round, or has lost entries. Restore the newest copy."
             )
 
 
@@ -224,7 +226,7 @@ def secagg_masked(client: SiloClient, content: RecordDict, head: Head) -> Record
 def secagg_sign(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Sign the lists of remaining and lost silos."""
     if client.credentials is None:
-        raise DataError("The server asks for a signature, and the settings have no roster.", kind="other settings")
+        raise DataError("The server asks for a signature, under roster=false.", kind="other settings")
     signature = _sum(client).sign(_attempt(head), _numbers(head, "active"), _numbers(head, "dead"))
     return payloads.answer(signatures=payloads.bytes_record({client.credentials.number: signature}))
 
@@ -255,7 +257,7 @@ def _attempt(head: Head) -> str:
 def _numbers(head: Head, name: str) -> tuple[int, ...]:
     value = head.get(name, [])  # Flower cannot count the bytes of an empty list, so the server sends none
     if not isinstance(value, list) or not all(map(is_whole, value)):
-        raise DataError(f"The server's {name} are not a list of numbers.", kind="bad message")
+        raise DataError(f"The server's {name} are not a list of integers.", kind="bad message")
     return tuple(value)
 
 
@@ -278,7 +280,7 @@ def global_weights(client: SiloClient, content: RecordDict, head: Head) -> Weigh
         save_tensors(weights, kept)
         return weights
     if not kept.is_file():
-        raise DataError("The weights that the server names are not here.", kind="weights missing")
+        raise DataError("The weights that the server names are not stored here.", kind="weights missing")
     return load_file(kept)
 
 
@@ -338,7 +340,7 @@ def seal_key(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Return a key for a new refresh, ending the previous one; may be the first message with the global weights."""
     global_weights(client, content, head)
     if not client.settings.seal:
-        raise DataError("The server begins to seal, and the settings do not.", kind="other settings")
+        raise DataError("The server begins to seal, under seal=false.", kind="other settings")
     number = payloads.whole(head, "number")
     return payloads.answer(keys=payloads.bytes_record({number: _sealer(client).begin(_refresh(client, head), number)}))
 
@@ -406,7 +408,7 @@ def _opened(
     for sender, box in sorted(payloads.bytes_of(content, "boxes", _SERVER).items()):
         try:
             if sender not in keys:
-                raise DataError(f"The server relays a letter of client {sender} and no key.", kind="has no key")
+                raise DataError(f"The server relays a letter of client {sender} without its key.", kind="has no key")
             body = payloads.body_of(content, f"{kind}.{sender}", _SERVER)
             found[sender] = sealer.open(refresh, kind, body, box, sender=sender, public=keys[sender])
         except DataError as error:

@@ -54,8 +54,8 @@ class ConnectedSilos:
         while (there := len(list(grid.get_node_ids()))) < count:
             if time.monotonic() > until:
                 raise DataError(
-                    f"{there} silos after {self.wait:g} seconds, and federated.min_clients={count}. Start the others, "
-                    "or wait longer (federated.wait)."
+                    f"{there} silos are connected after {self.wait:g} seconds, and federated.min_clients={count}. "
+                    "Start the others, or wait longer (federated.wait)."
                 )
             time.sleep(0.5)
 
@@ -134,20 +134,20 @@ class ConnectedSilos:
             if not isinstance(name, str) or not name or not isinstance(examples, int) or examples < 1:
                 self.faults.append(f"{where}: node {node} has no name or no train query; it is left out.")
             elif self._nodes.get(name) in here:
-                self.faults.append(f"{where}: node {node} says that it is {name!r}, who is there already.")
+                self.faults.append(f"{where}: node {node} claims to be {name!r}, which is already connected.")
             elif numbered and (
                 not is_whole(number)
                 or number < 1
                 or any(known == number for other, known in self._numbers.items() if other != name)
             ):
-                self.faults.append(f"{where}: node {node} has no number on a roster of keys, or another silo's.")
+                self.faults.append(f"{where}: node {node} has no number on a roster of keys, or has another silo's.")
             else:
                 self._nodes[name], self.examples[name] = node, examples
                 self._numbers[name] = number if numbered else 0
                 self._listed[name] = listed if isinstance(listed, int) else 0
                 self._holds.pop(name, None)
         for name in sorted(name for name, node in self._nodes.items() if node not in here):
-            self._fault(name, where, "is not there")
+            self._fault(name, where, "is not connected")
         return sorted(name for name, node in self._nodes.items() if node in here)
 
     def numbers(self, names: Sequence[str]) -> dict[str, int]:
@@ -178,7 +178,7 @@ class ConnectedSilos:
                 head_of(reply.content, f"node {node}")
                 found[node] = reply.content
             except DataError as error:
-                found[node] = f"sent nonsense: {error}"
+                found[node] = f"sent an unreadable message: {error}"
         return found
 
     def _fault(self, name: str, where: str, what: str) -> None:

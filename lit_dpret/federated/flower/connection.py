@@ -41,18 +41,20 @@ class Connection:
         """Refuse options that cannot connect, or would connect in clear by default; return the connection."""
         if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", self.superlink):
             raise ConfigurationError(
-                f"{self._option('superlink')}={self.superlink!r} is no HOST:PORT, as server.example.org:8000."
+                f"{self._option('superlink')}={self.superlink!r} is not HOST:PORT, such as server.example.org:8000."
             )
         if self.insecure:
             clash = next((name for name in ("key", "root_certificates") if getattr(self, name) is not None), None)
             if clash is not None:
-                raise ConfigurationError(f"{self._insecure} goes without TLS, and {self._option(clash)} needs it.")
+                raise ConfigurationError(
+                    f"{self._insecure} turns TLS off, and {self._option(clash)} needs it. Leave one of them out."
+                )
             return self
         if self.key is not None:
             _check_key(self.key)
         elif self.of == "silo":
             raise ConfigurationError(
-                f"--key is missing. Make one ({_NEW_KEY}) and have FILE.pub registered, or write --insecure to go "
+                f"--key is missing. Make one ({_NEW_KEY}) and have FILE.pub registered, or pass --insecure to connect "
                 "without TLS and key."
             )
         if self.root_certificates is not None:
@@ -91,7 +93,8 @@ class Connection:
             if is_registered(self.superlink, self.key, self.root_certificates) is False:
                 raise ConfigurationError(
                     f"--key={self.key} is unknown to the server at {self.superlink}, or in use (for a minute after a "
-                    f"crash). Have it registered: flwr supernode register {self.key}.pub NAME-OF-THE-SUPERLINK."
+                    f"crash). Wait, or have it registered: flwr supernode register {self.key}.pub "
+                    "NAME-OF-THE-SUPERLINK."
                 )
 
     def _option(self, name: str) -> str:
@@ -116,15 +119,15 @@ class Connection:
         if code in _OTHER_NAME:
             return (
                 f"The certificate of the server at {self.superlink} is for another host name or address. Use a name "
-                "that is in the certificate, or have its operator make one for this."
+                "that is in the certificate, or ask its operator for a certificate with this one."
             )
         if code == _EXPIRED:
             return f"The certificate of the server at {self.superlink} has expired. Ask its operator for a new one."
         given = self.root_certificates
         return (
             f"{self._option('root_certificates')}{f'={given}' if given else ' is not given'}: another authority signed "
-            f"the certificate of the server at {self.superlink}, or somebody is in the middle. Ask its operator for "
-            "the authority's certificate."
+            f"the certificate of the server at {self.superlink}, or someone intercepts the connection. Ask its "
+            "operator for the authority's certificate."
         )
 
 

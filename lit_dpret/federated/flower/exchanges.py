@@ -58,7 +58,7 @@ class MaskedRound:
         The file ``marker`` records that silos were asked to agree to a list of this round.
         """
         if marker.is_file():
-            return self._lost("The server was ended while this round was unmasked.")
+            return self._lost("The server stopped while it unmasked this round.")
         self.gather()
         # From here on silos sign: a restarted server must not ask them for a different list of this round.
         save_json(marker, {"attempt": self._plan.attempt})
@@ -69,14 +69,14 @@ class MaskedRound:
 
     def _lost(self, why: str) -> tuple[Weights, list[str]]:
         self.silos.faults.append(
-            f"{self.where}: {why} Silos agree to one list of a round, so it is lost; the next one begins with the "
-            "weights that this one began with."
+            f"{self.where}: {why} Silos agree to one list per round, so the round is lost; the next one starts from "
+            "the same weights."
         )
         return self.weights, []
 
     def gather(self) -> None:
         """Run phases 1 to 3: collect the masked vectors."""
-        self._need(len(self.numbers), "are there", least=self.least)  # before silos train for nothing
+        self._need(len(self.numbers), "are connected", least=self.least)  # before silos train for nothing
         sent, clients = {"weights": payloads.tensors_record(self.weights)}, list(self._plan.clients)
         contents = {
             name: self._message(sent, round=self.number, number=number, clients=clients)
@@ -111,7 +111,7 @@ class MaskedRound:
         contents = {name: self._message(active=active, **({"dead": dead} if dead else {})) for name in names}
         if self.settings.roster:
             signed = self._ask("train.secagg_sign", contents, self._signature)
-            self._need(len(signed), "signed who is left")
+            self._need(len(signed), "signed the lists")
             signatures = payloads.bytes_record({self.numbers[name]: one for name, one in signed.items()})
             for content in contents.values():
                 content["signatures"] = signatures
@@ -142,7 +142,7 @@ class MaskedRound:
     def _all_shares(self, name: str, content: RecordDict) -> dict[int, bytes]:
         found = payloads.bytes_of(content, "shares", f"client {name!r}")
         if set(found) != set(self._server.keys) - {self.numbers[name]}:
-            raise DataError(f"Client {name!r} did not share its secrets with everybody.", kind="bad protocol")
+            raise DataError(f"Client {name!r} did not share its secrets with all others.", kind="bad protocol")
         return found
 
     def _signature(self, name: str, content: RecordDict) -> bytes:
@@ -155,7 +155,7 @@ class MaskedRound:
         least = max(least, self._server.session.threshold)
         if count < least:
             raise DataError(
-                f"{count} silos {what} and {least} are needed (federated.sum_threshold, min_clients).",
+                f"{count} silos {what} and {least} are needed (federated.sum_threshold, federated.min_clients).",
                 kind="too few clients",
             )
 
@@ -188,7 +188,7 @@ class Relay:
         named = {number: other for other, number in self.numbers.items()}
         for number, why in content.config_records.get("refused", ConfigRecord()).items():
             other = named.get(int(number)) if payloads.is_number(number) else None
-            self._fault(f"client {name!r} left out what came from client {other!r}: it {str(why)[:80]}.")
+            self._fault(f"client {name!r} left out a message from client {other!r}: {str(why)[:80]}.")
 
     # -- in clear ------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ try:
     FLWR_VERSION = version("flwr")
 except PackageNotFoundError as error:
     raise ConfigurationError(
-        'A federation by messages needs Flower. Run: pip install "lit-dpret[federated]", or take federated=inprocess.'
+        'A federation by messages needs Flower. Run: pip install "lit-dpret[federated]", or choose federated=inprocess.'
     ) from error
 
 try:
@@ -39,7 +39,7 @@ try:
     from flwr.serverapp import Grid, ServerApp
 except ImportError as error:
     raise ConfigurationError(
-        f"flwr {FLWR_VERSION} lacks something that lit-dpret uses of it ({error}). Run: pip install 'flwr{KNOWN}'."
+        f"flwr {FLWR_VERSION} lacks something that lit-dpret uses ({error}). Run: pip install 'flwr{KNOWN}'."
     ) from error
 
 __all__ = [
@@ -100,7 +100,7 @@ def robust_rules() -> dict[str, Callable[..., Any]]:
         from flwr.server.strategy.aggregate import aggregate_krum, aggregate_median, aggregate_trimmed_avg
     except ImportError as error:
         raise ConfigurationError(
-            f"flwr {FLWR_VERSION} lacks its rules of aggregation ({error}). Run: pip install 'flwr{KNOWN}', or set "
+            f"flwr {FLWR_VERSION} lacks its aggregation rules ({error}). Run: pip install 'flwr{KNOWN}', or set "
             "federated.stage1.aggregation=mean."
         ) from error
     return {"median": aggregate_median, "trimmed_mean": aggregate_trimmed_avg, "krum": aggregate_krum}

@@ -45,10 +45,10 @@ def check_silo(settings: SiloSettings) -> str:
         if client.ledger is not None:
             client.ledger.require_whole(settings.state)
         told = settings.share_measures and settings.federated.privacy.eps is None
-        measures = "the means of its measures and how many questions they are of" if told else "no measure"
+        measures = "the means of its measures and the number of questions" if told else "no measure"
         spent = "what is spent of the budget" if settings.share_epsilon else "nothing of what is spent"
         said = (
-            f"the server is told {measures} (share_measures: {str(settings.share_measures).lower()}), and {spent} "
+            f"the server learns {measures} (share_measures: {str(settings.share_measures).lower()}), and {spent} "
             f"(share_epsilon: {str(settings.share_epsilon).lower()})"
         )
         lines = [said, _budget_line(client), *_sum_line(client)]
@@ -81,7 +81,9 @@ def start_silo(settings: SiloSettings, connection: Connection) -> None:
 def node_arguments(document: Path, connection: Connection) -> list[str]:
     """Return the arguments of ``flower-supernode``."""
     if '"' in str(document):
-        raise ConfigurationError(f"{document}: Flower cannot take a path with a quotation mark. Choose another one.")
+        raise ConfigurationError(
+            f"{document}: Flower cannot take a path with a quotation mark. Choose another state folder."
+        )
     found = ["--superlink", connection.superlink, "--node-config", f'silo="{document}"', "--host", "127.0.0.1"]
     port = connection.port
     if port is None:
@@ -138,7 +140,7 @@ def flower_program(name: str) -> Path:
 
 def _budget_line(client: SiloClient) -> str:
     if client.ledger is None:
-        return "no budget: nothing is promised of what leaves this silo (federated.privacy.eps is null)"
+        return "no budget: nothing is promised about what leaves this silo (federated.privacy.eps is null)"
     budget, total = client.ledger.budget, client.ledger.total()
     spent, delta = (0.0, budget.delta) if total is None else (total.epsilon, total.delta)
     left = "nothing" if spent >= budget.eps else f"{budget.eps - spent:.4g}"
@@ -158,6 +160,6 @@ def _sum_line(client: SiloClient) -> list[str]:
     least = threshold_for(client.settings.sum_threshold, listed)
     one = Session(name="check", clients=tuple(client.credentials.by_number), threshold=least)
     return [
-        f"secure sum: {one.threshold} of the {listed} silos on the roster have to stay (federated.sum_threshold), and "
-        f"{one.colluders} may work with the server without learning more than the sum of the others"
+        f"secure sum: {one.threshold} of the {listed} silos on the roster must stay (federated.sum_threshold), and "
+        f"{one.colluders} may collude with the server without learning more than a sum of the others"
     ]

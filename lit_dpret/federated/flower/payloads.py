@@ -52,7 +52,7 @@ def whole(head: Mapping[str, Any], name: str) -> int:
     """Return a non-negative integer from the head of a server's message."""
     value = head.get(name)
     if not is_whole(value) or value < 0:
-        raise DataError(f"The server's {name} is {value!r} and no number.", kind="bad message")
+        raise DataError(f"The server's {name}={value!r} must be an integer of at least 0.", kind="bad message")
     return value
 
 
@@ -90,9 +90,9 @@ def checked_rows(rows: Tensor | None, whose: str, *, dim: int) -> Tensor:
     """Return request rows as float32, from any transport; refuse other shapes, and rows without finite scores."""
     if rows is None or rows.dim() != 2 or rows.dtype not in _FLOATS or rows.shape[1] != dim:
         shape = None if rows is None else tuple(rows.shape)
-        raise DataError(f"The request of {whose} has shape {shape} where (rows, {dim}) is needed.", kind="bad request")
+        raise DataError(f"The request of {whose} has shape {shape} instead of (rows, {dim}).", kind="bad request")
     if not bool(unbroken(rows).all()):
-        raise DataError(f"The request of {whose} holds rows that give no finite scores.", kind="bad request")
+        raise DataError(f"The request of {whose} holds rows without finite scores.", kind="bad request")
     return rows.float()
 
 
@@ -148,7 +148,10 @@ def bytes_of(content: RecordDict, name: str, whose: str, *, size: int | None = N
     for number, value in content.config_records.get(name, {}).items():
         fits = isinstance(value, bytes) and (size is None or len(value) == size)
         if not is_number(number) or not fits:
-            raise DataError(f"The message of {whose} has no bytes by number in {name!r}.", kind="bad message")
+            raise DataError(
+                f"The message of {whose} has other things than silo numbers and their bytes in {name!r}.",
+                kind="bad message",
+            )
         found[int(number)] = value
     return found
 
@@ -168,7 +171,7 @@ def keys_of(content: RecordDict, whose: str) -> list[Keys]:
     found: list[Keys] = []
     for number, value in sorted(bytes_of(content, "keys", whose).items()):
         if len(value) not in (2 * KEY_BYTES, 2 * KEY_BYTES + SIGNATURE_BYTES):
-            raise DataError(f"The message of {whose} has keys of {len(value)} bytes.", kind="bad message")
+            raise DataError(f"The message of {whose} has keys of an unexpected {len(value)} bytes.", kind="bad message")
         found.append(Keys(number, value[:KEY_BYTES], value[KEY_BYTES : 2 * KEY_BYTES], value[2 * KEY_BYTES :]))
     return found
 
@@ -185,7 +188,7 @@ def unmasking_of(content: RecordDict, whose: str, number: int, active: list[int]
     """Decode the shares that silo ``number`` reveals; refuse shares of clients that were not requested."""
     seeds, keys = (bytes_of(content, name, whose, size=SHARE_BYTES) for name in ("seeds", "lost"))
     if sorted(seeds) != active or sorted(keys) != dead:
-        raise DataError(f"The message of {whose} holds shares of other clients than were asked for.", kind="bad update")
+        raise DataError(f"The message of {whose} holds shares of other clients than requested.", kind="bad update")
     return Unmasking(number, seeds, keys)
 
 

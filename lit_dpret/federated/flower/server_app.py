@@ -117,14 +117,14 @@ class FlowerFederation(Federation):
             if isinstance(epsilon, float) and 0 <= epsilon < float("inf"):
                 self.result.epsilon[name] = epsilon
             elif epsilon is not None:
-                self.result.faults.append(f"{where}: client {name!r} sent an epsilon that cannot be.")
+                self.result.faults.append(f"{where}: client {name!r} sent an impossible epsilon.")
             if head.get("withheld") is True:
                 continue
             values = {metric: float(value) for metric, value in found.items() if isinstance(value, int | float)}
             count = head.get("queries")
             counted = isinstance(count, int) and 0 < count < _MOST_QUERIES
             if not values or not counted or not all(0 <= value <= 1 for value in values.values()):
-                self.result.faults.append(f"{where}: client {name!r} sent measures that cannot be.")
+                self.result.faults.append(f"{where}: client {name!r} sent impossible measures.")
                 continue
             shared[name] = {metric: np.broadcast_to(value, (count,)) for metric, value in values.items()}
 

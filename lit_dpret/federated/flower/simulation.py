@@ -37,7 +37,7 @@ def simulation(run: FederationRun) -> FedResult:
         importlib.import_module("ray")
     except ImportError as error:
         raise ConfigurationError(
-            f"federated=simulation needs Ray ({error}). Run: pip install 'flwr[simulation]>=1.41,<1.43', or take "
+            f"federated=simulation needs Ray ({error}). Run: pip install 'flwr[simulation]>=1.41,<1.43', or choose "
             "federated=inprocess, which gives the same numbers."
         ) from error
     names = list(run.silos)
@@ -69,7 +69,7 @@ def simulation(run: FederationRun) -> FedResult:
         raise
     except (RuntimeError, SystemExit) as error:
         raise WorkerError(
-            f"Flower's simulation broke ({str(error)[:200]}). Finished work is kept; start again, or take "
+            f"Flower's simulation failed ({str(error)[:200]}). Finished work is kept; start again, or choose "
             "federated=inprocess, which gives the same numbers."
         ) from error
     finally:
@@ -106,7 +106,7 @@ class UntilStopped:
         until = None if timeout is None else time.monotonic() + timeout
         while missing and (until is None or time.monotonic() < until):
             if self._stopped.wait(_POLL):
-                raise WorkerError("The simulation has ended before its silos answered.")
+                raise WorkerError("The simulation ended before its silos answered.")
             for reply in self._grid.pull_messages(missing):
                 missing.discard(reply.metadata.reply_to_message_id)
                 replies.append(reply)

@@ -63,8 +63,8 @@ def connection_of(link: SuperLinkTarget) -> Connection | None:
     odd = next((name for name in ("root_certificates", "insecure") if getattr(link, name)), None)
     if odd is not None:
         raise ConfigurationError(
-            f"federated.{odd} goes with federated.superlink=HOST:PORT; the Flower configuration says how the name "
-            f"{link.superlink!r} is reached."
+            f"federated.{odd} needs federated.superlink=HOST:PORT. For the name {link.superlink!r}, set it in the "
+            "Flower configuration."
         )
     return None
 
@@ -86,8 +86,8 @@ def flower(run: FederationRun) -> FedResult:
     if link.superlink is None:
         document.write_text(silo_document(settings, model), encoding="utf-8")
         raise ConfigurationError(
-            f"federated.superlink is null. Send {document} to the silos' owners, who must agree to it, and set "
-            "federated.superlink=HOST:PORT."
+            f"federated.superlink is null. Send {document} to the silos' owners, who must agree to it, and start again "
+            "with federated.superlink=HOST:PORT and resume=true."
         )
     connection = connection_of(link)
     # One run has all phases, whichever part is requested: its silos and their budgets belong to that run.
@@ -157,7 +157,7 @@ def _run(request: RunRequest, folder: Path, link: SuperLinkTarget) -> dict[str, 
             facts: dict[str, Any] = json.loads(line.partition(RESULT)[2])
             return facts
         if REFUSAL in line:
-            raise DataError(f"The server of {request.name} says: {json.loads(line.partition(REFUSAL)[2])}")
+            raise DataError(f"The server of {request.name} reports: {json.loads(line.partition(REFUSAL)[2])}")
     last = next((line for line in reversed(lines) if line.strip()), "nothing")
     raise WorkerError(
         f"federated.superlink={link.superlink}: the run {request.name} did not end with a result. Flower's last line: "
