@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lit_dpret.errors import DataError, ResumeError, StorageError
 from lit_dpret.federated.aggregation import fingerprint
+from lit_dpret.federated.settings import FederatedPrivacy, PddAs2
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import sync_folder
 
@@ -68,11 +69,24 @@ def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
         if odd:
             key = min(odd)
             raise ResumeError(
-                f"{path.parent} was begun with {name}.{key}={known[name].get(key)!r}, and now it is {now.get(key)!r}. "
-                "Restore the setting, or choose another folder."
+                f"{path.parent} was begun with {_setting(name, key)}={known[name].get(key)!r}, and now it is "
+                f"{now.get(key)!r}. Restore it, or choose another folder."
             )
         return
     write_whole(path, json.dumps(known | {name: now}, indent=2).encode(), owner_only=True)
+
+
+def _setting(record: str, key: str) -> str:
+    """Return the user's name for a fact of `keep_facts`."""
+    if record == "generator":
+        return {"budget": "federated.privacy", "seed": "seed"}.get(key, f"task.{key}")
+    if key in FederatedPrivacy.__dataclass_fields__:
+        return f"federated.privacy.{key}"
+    if key in PddAs2.__dataclass_fields__:
+        return f"federated.{key}"
+    if key in ("start", "clients"):
+        return {"start": "initial weights of federated.model", "clients": "clients of federated.silos"}[key]
+    return f"federated.{'stage2' if record.startswith('personal-') else 'stage1'}.{key}"
 
 
 def copy_once(source: Path, target: Path) -> None:

@@ -145,7 +145,7 @@ def test_a_round_with_too_few_updates_ends_the_run_and_a_new_start_goes_on_from_
         Masked(tmp_path, rounds(2), fate=fate, min_clients=2).launch()
     again = Masked(tmp_path, rounds(2), min_clients=2).launch()
     assert list(again.rounds) == [1] and not again.faults
-    with pytest.raises(ResumeError, match=r"server\.rounds=2.* 3"):
+    with pytest.raises(ResumeError, match=r"federated\.stage1\.rounds=2.* 3"):
         Masked(tmp_path, rounds(3))
 
 

@@ -111,10 +111,10 @@ def test_the_term_towards_an_anchor_adds_its_strength_times_the_distance_to_the_
 
 def test_a_state_folder_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
     federation(tmp_path, SMALL)
-    with pytest.raises(ResumeError, match=r"stage1\.lr=0\.003.* 0\.5"):
+    with pytest.raises(ResumeError, match=r"federated\.stage1\.lr=0\.003.* 0\.5"):
         federation(tmp_path, replace(SMALL, stage1=replace(SMALL.stage1, lr=0.5)))
     run = federation(tmp_path, SMALL)
-    with pytest.raises(ResumeError, match=r"server\.start="):
+    with pytest.raises(ResumeError, match=r"weights of federated\.model="):
         InProcessFederation(list(run.clients.values()), SMALL, {k: v + 1 for k, v in run.start.items()}, run.folder)
     federation(tmp_path, replace(SMALL, stage2=replace(SMALL.stage2, negatives="dynamic", n=2)))  # beside it
 

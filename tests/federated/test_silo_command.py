@@ -120,7 +120,7 @@ def test_a_broken_ledger_or_another_runs_state_is_found_before_the_silo_starts(t
     settings = silo(tmp_path, PRIVATE)
     client = settings.client()
     client.request(start_of(MAKE), 0)
-    with pytest.raises(ResumeError, match=r"stage1\.seed=0.* 1"):
+    with pytest.raises(ResumeError, match=r"federated\.seed=0.* 1"):
         check_silo(replace(settings, federated=replace(PRIVATE, seed=1)))
     assert client.ledger is not None
     client.ledger.path.write_bytes(client.ledger.path.read_bytes().replace(b"reserve", b"reverse"))

@@ -197,7 +197,7 @@ def test_a_generator_that_was_broken_off_is_paid_for_once_or_within_the_budget(
     """Its result is gone, as after a kill before it was written; ``never`` is a GPU."""
     state, spent = world / "state" / "client0", ledger_of(world).epsilon()
     assert trained(world) == state / "generator" / "attempt-0", "a finished one is not trained again"
-    with pytest.raises(ResumeError, match=r"generator\.eps=5"):
+    with pytest.raises(ResumeError, match=r"task\.eps=5"):
         trained(world, eps=2.0)
     shutil.rmtree(state / "generator" / "attempt-0" / "model")
     init = RoundAccountant.__init__
