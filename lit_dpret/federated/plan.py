@@ -216,6 +216,6 @@ class FederationPlan(Safeguards, SuperLinkTarget):
             copy = Path(os.environ.get("LIT_DPRET_DATA", "")) / "insuranceqa"
             missing = importlib.util.find_spec("insuranceqa_data") is None
             data = InsuranceQADataModule(folder=copy if missing and copy.is_dir() else None)
-            return silos_by_domain(data.collection, clients=self.clients, **self.sample)
+            return silos_by_domain(data.collection, clients=self.clients, where="federated.sample", **self.sample)
         except TypeError as error:
             raise ConfigurationError(f"federated.sample: {error}.") from error

@@ -78,8 +78,8 @@ class SiloLedger:
         terms = self._book.terms
         if terms is not None and terms["total_eps"] != budget.eps:
             raise ConfigurationError(
-                f"federated.privacy.eps={budget.eps:g}, but {self.path} was begun with {terms['total_eps']:g}: a "
-                "promise about these data cannot change. Set federated.privacy.eps to that."
+                f"{_limit(budget)}, but {self.path} was begun with {terms['total_eps']:g}: a promise about these data "
+                "cannot change. Set it to that."
             )
         self._require_known(sorted((self.folder / _RELEASES).glob("*.jsonl")))
 
@@ -345,9 +345,8 @@ def noise_of_rest(
     found = least(total, budget.eps, start=0, most=grid.index(1e3), stride=10**_DIGITS, place=grid.__getitem__)
     if found is None:
         raise NothingLeftError(
-            f"federated.privacy.eps={budget.eps:g}: what this run released before it was interrupted cannot be "
-            "repeated and leaves nothing for the rest. Start over in a new folder; both together compose to more than "
-            "eps."
+            f"{_limit(budget)}: what this run released before it was interrupted cannot be repeated and leaves nothing "
+            "for the rest. Start over in a new folder with new ledgers; both together compose to more than that."
         )
     factor = grid[found]
     return NoisePlan(factor * planned.training, None if planned.request is None else factor * planned.request)
@@ -393,6 +392,11 @@ def spent_together(ledgers: Iterable[Path], *, accountant: AccountantName = "pld
         neighbours=terms[0]["neighbours"],
         accountant=accountant,
     )[0]
+
+
+def _limit(budget: PrivacyBudget) -> str:
+    """Return the setting that limits a budget's epsilon, with its value."""
+    return f"federated.privacy.{'collection_eps' if _side(budget.unit) == 'passage' else 'eps'}={budget.eps:g}"
 
 
 def _side(unit: object) -> str:

@@ -329,6 +329,17 @@ def test_an_answer_is_taken_for_that_of_the_node_which_was_asked() -> None:
     assert len(silos.faults) == 1 and "client 'c' sent an unreadable message: " in silos.faults[0]
 
 
+def test_a_silo_that_never_answers_without_a_timeout_is_named_with_what_ended_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grid, silos = connected("a")
+    assert present(silos) == ["a"]
+    monkeypatch.setattr(grid, "send_and_receive", lambda *_, **__: [])
+    assert silos.exchange("query.ping", {"a": envelope()}, "now") == {}
+    (fault,) = silos.faults
+    assert fault == "now: client 'a' did not answer before Flower discarded the message (federated.timeout)."
+
+
 def test_nobody_takes_the_name_of_a_silo_that_is_there_and_a_new_node_may_of_one_that_left() -> None:
     grid, silos = connected("a", "a", "b")
     assert present(silos) == ["a", "b"]

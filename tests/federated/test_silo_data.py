@@ -159,8 +159,12 @@ def test_a_sample_is_drawn_by_a_public_seed_and_each_split_has_a_limit_of_its_ow
 
 
 def test_too_few_domains_of_a_size_are_refused_with_the_knobs() -> None:
-    with pytest.raises(DataError, match=r"task\.min_train"):
+    with pytest.raises(DataError, match=r"Lower task\.clients, task\.min_train"):
         silos_by_domain(collection(), clients=2, min_train=5, min_test=1)
+    with pytest.raises(DataError, match=r"Lower federated\.clients, federated\.sample\.min_train"):
+        silos_by_domain(collection(), clients=2, min_train=5, min_test=1, where="federated.sample")
+    with pytest.raises(ConfigurationError, match=r"federated\.sample\.max_passages=0"):
+        silos_by_domain(collection(), max_passages=0, where="federated.sample")
 
 
 def test_articles_become_clients_and_paragraphs_stay_on_one_side() -> None:

@@ -177,6 +177,10 @@ def test_another_limit_than_the_silo_began_with_is_refused_by_its_own_setting(tm
     centroids(ledger(tmp_path), torch.zeros(4, 2), 4.0)
     with pytest.raises(ConfigurationError, match=r"federated\.privacy\.eps=2"):
         ledger(tmp_path, PrivacyBudget(eps=2.0, delta=1e-3))
+    passages = PrivacyBudget(eps=4.0, delta=1e-3, unit="passage")
+    centroids(ledger(tmp_path, passages), torch.zeros(4, 2), 4.0)
+    with pytest.raises(ConfigurationError, match=r"federated\.privacy\.collection_eps=2"):
+        ledger(tmp_path, replace(passages, eps=2.0))
 
 
 # -- centroids ----------------------------------------------------------------------------------

@@ -34,15 +34,17 @@ def silos_by_domain(
     max_test_queries: int | None = None,
     max_passages: int | None = None,
     seed: int | None = None,
+    where: str = "task",
 ) -> list[Silo]:
-    """Build one client for each domain of the queries, the largest first."""
+    """Build one client for each domain of the queries, the largest first; ``where`` precedes a setting in errors."""
     limits = {"max_train_queries": max_train_queries, "max_test_queries": max_test_queries}
-    require_whole("task", {"clients": clients, "max_passages": max_passages, **limits}, 1, null=True)
+    require_whole(where.partition(".")[0], {"clients": clients}, 1, null=True)
+    require_whole(where, {"max_passages": max_passages, **limits}, 1, null=True)
     if not collection.domains:
         raise DataError(f"{collection.source}: no query names a domain, so no client can be formed.")
     queries = _queries(collection)
     enough = largest_clients(
-        queries, clients, min_train=min_train, min_test=min_test, what=f"domains of {collection.source}"
+        queries, clients, min_train=min_train, min_test=min_test, what=f"domains of {collection.source}", where=where
     )
     limits = {split: max_test_queries or max_train_queries for split in ("dev", "test")} | {"train": max_train_queries}
     order = partial(_place, seed)
@@ -53,7 +55,7 @@ def silos_by_domain(
 
 def largest_clients(
     queries: Mapping[str, Sequence[SiloQuery]], clients: int | None, *, min_train: int, min_test: int, what: str,
-    size: Callable[[Counter[str]], int] = lambda counts: counts["train"],
+    size: Callable[[Counter[str]], int] = lambda counts: counts["train"], where: str = "task",
 ) -> list[str]:  # fmt: skip
     """Return the names of the largest clients with enough queries in both splits; refuse if there are too few."""
     sizes = {name: Counter(query.split for query in found) for name, found in queries.items()}
@@ -61,8 +63,8 @@ def largest_clients(
     enough.sort(key=lambda name: (-size(sizes[name]), name))
     if clients is not None and len(enough) < clients:
         raise DataError(
-            f"{len(enough)} {what} have {min_train} train and {min_test} test queries, and {clients} clients were "
-            "asked for. Lower task.clients, task.min_train or task.min_test."
+            f"{len(enough)} {what} have {min_train} train and {min_test} test queries, and {clients} clients are "
+            f"needed. Lower {where.partition('.')[0]}.clients, {where}.min_train or {where}.min_test."
         )
     return enough[:clients]
 

@@ -87,13 +87,14 @@ class ConnectedSilos:
         Fault messages begin with ``where``.
         """
         answers = self._send(kind, {self._nodes[name]: content for name, content in contents.items()})
+        within = "before Flower discarded the message" if self.timeout is None else f"within {self.timeout} seconds"
         found: dict[str, RecordDict] = {}
         for name in contents:
             answer = answers.get(self._nodes[name])
             if isinstance(answer, RecordDict):
                 found[name] = answer
             else:
-                self._fault(name, where, answer or f"did not answer within {self.timeout} seconds")
+                self._fault(name, where, answer or f"did not answer {within} (federated.timeout)")
         phase = "stage 1" if kind.startswith("train.secagg_") else _TRAFFIC.get(kind)
         if phase is not None:
             sizes = {
