@@ -217,8 +217,8 @@ class PddAs2(Safeguards):
             )
         if self.asks and self.stage2.response == "dp_centroid" and self.privacy.collection_eps is None:
             raise ConfigurationError(
-                "federated.stage2.response=dp_centroid releases centroids of the collection. Set federated.privacy."
-                "collection_eps, their budget."
+                "federated.stage2.response=dp_centroid releases centroids of the collection. Set their budget, "
+                "federated.privacy.collection_eps, or another response."
             )
         if self.train_on == "synthetic" and self.asks and self.stage2.request == "dp_centroid":
             raise ConfigurationError(

@@ -230,7 +230,7 @@ class SiloClient:
                     rounds=rounds, epochs=0 if stage1 else number, refreshes=0 if stage1 else number + 1
                 )
             except NothingLeftError:
-                self.account.end(f"{'round' if stage1 else 'epoch'} {number} of {kind}")
+                self.account.end(f"round {number} of stage 1" if stage1 else f"epoch {number} of stage 2")
             data = self._datamodule(self._batch(batch_size))
         module = begun()
         if self.account.ended is None:
@@ -300,7 +300,7 @@ class SiloClient:
                 rows=lambda: module.tower("query").encode(texts, "query", apart=True),
             )  # fmt: skip
         except NothingLeftError:
-            self.account.end(f"request {refresh}")
+            self.account.end(f"request of refresh {refresh}")
             return torch.zeros(1, module.encoder.dim)
 
     def serve(self, weights: Mapping[str, Tensor], rows: Tensor, *, refresh: int) -> Block:

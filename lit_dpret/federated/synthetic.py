@@ -278,7 +278,7 @@ def _texts(silo: Path, folder: Path) -> list[str]:
     read = read_parts(**folder_parts(str(folder)))
     texts = list(dict.fromkeys(text for text in read.queries.values() if text.strip()))
     if not texts:
-        raise DataError(f"{folder} holds no query.")
+        raise DataError(f"{folder} holds no query. Write the queries again (task=federated_generators).")
     sentences = SiloDataModule(folder=silo).silo.sentences
     private = set(sentences.values()) - set(public_sentences(silo).values())
     if hidden := sum(text in private for text in read.passages.values()):
