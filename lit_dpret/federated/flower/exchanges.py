@@ -188,7 +188,7 @@ class Relay:
         named = {number: other for other, number in self.numbers.items()}
         for number, why in content.config_records.get("refused", ConfigRecord()).items():
             other = named.get(int(number)) if payloads.is_number(number) else None
-            self._fault(f"client {name!r} left out a message from client {other!r}: {str(why)[:80]}.")
+            self._fault(f"client {name!r} left out what came from client {other!r}: {str(why)[:80]}.")
 
     # -- in clear ------------------------------------------------------------------------------
 
