@@ -335,7 +335,8 @@ def test_a_silo_that_never_answers_without_a_timeout_is_named_with_what_ended_th
     grid, silos = connected("a")
     assert present(silos) == ["a"]
     monkeypatch.setattr(grid, "send_and_receive", lambda *_, **__: [])
-    assert silos.exchange("query.ping", {"a": envelope()}, "now") == {}
+    with acting_as():
+        assert silos.exchange("query.ping", {"a": envelope()}, "now") == {}
     (fault,) = silos.faults
     assert fault == "now: client 'a' did not answer before Flower discarded the message (federated.timeout)."
 

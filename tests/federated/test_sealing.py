@@ -153,13 +153,13 @@ def test_files_that_do_not_go_together_are_refused_by_name_and_show_no_key(tmp_p
     roster, key = files(tmp_path, "a", "b"), tmp_path / "a" / "identity.key"
     facts = json.loads(roster.read_text())
     (tmp_path / "newer.json").write_text(json.dumps({**facts, "schema": "lit-dpret/federated-roster/2"}))
-    write_roster(tmp_path / "twice.json", dict.fromkeys("ab", facts["silos"]["a"]))  # each could speak for the other
+    write_roster(tmp_path / "twice.json", dict.fromkeys("ab", facts["silos"]["a"]))  # either could sign for both
     for name, key_file, roster_file, named in (
         ("b", key, roster, "'b'"),
         ("a", key, tmp_path / "nowhere", "nowhere"),
         ("a", roster, roster, "signing key"),
         ("a", key, tmp_path / "newer.json", r"newer\.json .*federated-roster/2"),
-        ("a", key, tmp_path / "twice.json", "one key to two silos"),
+        ("a", key, tmp_path / "twice.json", "one key for two silos"),
     ):
         with pytest.raises(ConfigurationError, match=named) as caught:
             load_credentials(name, key_file, roster_file)
