@@ -77,8 +77,9 @@ class AS2DualEncoder(DualEncoder):
         settings = dict(locals())
         if privacy.guarantee == "dp" and privacy.candidates != "rows":
             raise ConfigurationError(
-                f"privacy={privacy.name} bounds a loss of cosines, and answer selection is by the dot product. Choose "
-                "privacy=dp_sgd, synthetic or none."
+                f"AS2DualEncoder selects answers by the dot product, which privacy={privacy.name} does not support. "
+                "Choose privacy=synthetic or none, or privacy=dp_sgd with negatives of each row (such as "
+                "negatives=bm25)."
             )
         own = ("self", "__class__", "query_pooling", "passage_pooling")
         super().__init__(**{name: value for name, value in settings.items() if name not in own})
@@ -114,8 +115,8 @@ class AS2DualEncoder(DualEncoder):
                     continue
                 if value is None or value.shape != state[name].shape:
                     raise ConfigurationError(
-                        f"The weights are of another model: {side}.{name} is missing or of another shape. Use the "
-                        "encoder that stage 1 was trained with."
+                        f"The weights are of another model: {side}.{name} is missing or has another shape. Use "
+                        "the encoder that stage 1 was trained with."
                     )
                 state[name].data.copy_(value)
 

@@ -74,7 +74,9 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
             settings: Constructor arguments that are not plain values, or that should differ.
         """
         if not Path(checkpoint_path).is_file():
-            raise DataError(f"The checkpoint {checkpoint_path} does not exist.")
+            raise DataError(
+                f"checkpoint_path={checkpoint_path} is not an existing file. Give a .ckpt file that a run wrote."
+            )
         try:
             module = super().load_from_checkpoint(
                 checkpoint_path,
@@ -117,8 +119,8 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
             if saved[name] != now[name]:
                 what = "configure_optimizers returns " if name == _CLASS else f"model.optimizer.{name}="
                 raise ResumeError(
-                    f"{what}{now[name]}, and the checkpoint was trained with {saved[name]}, whose state it keeps. "
-                    "State that one, or begin a new run in another hydra.run.dir."
+                    f"{what}{now[name]}, but the checkpoint was trained with {saved[name]} and holds that optimizer's "
+                    "state. Restore the setting, or begin a new run in another hydra.run.dir."
                 )
 
     def complete_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -231,10 +231,11 @@ class CouplingCheck:
         self._of_rows |= new
         if named := sorted({name.label for name in new.values()}):
             rank_zero_warn(
-                f"per_row_loss of {type(module).__name__} keeps in {', '.join(named)} what tells of private rows, as a "
-                "loss, a count or a cache does. It is put back after every batch, so that no schedule, optimizer or "
-                "callback reads it. To measure, use PublicValidation; to count, self.trainer.global_step. If no "
-                "private row is behind it, list its name in public_metrics of the module."
+                f"per_row_loss of {type(module).__name__} keeps in {', '.join(named)} values that depend on private "
+                "rows, such as a loss, a count or a cache. They are put back after every batch, so that no schedule, "
+                "optimizer or callback reads them. To measure, use PublicValidation; to count, use "
+                "self.trainer.global_step. If a value depends on no private row, list its name without the class in "
+                "public_metrics of the module."
             )
 
     def __getstate__(self) -> dict[str, Any]:

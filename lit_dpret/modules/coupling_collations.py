@@ -73,7 +73,7 @@ class CollationPasses(Passes):
                     return self.compare_collated(rows, own, others, again=False)
                 self._refuse_other_coins()
             if differ(found[0], found[1], floor=FLOOR):
-                self._refuse(rows, f"{DEPENDS}, or collated in another order, as where collate_rows sorts them")
+                self._refuse(rows, f"{DEPENDS}, or collated in another order, as when collate_rows sorts them")
 
     def compare_placed(self, rows: Rows) -> None:
         """Compare the losses of the first units of a fixed-shape batch with their losses alone in it."""
@@ -116,9 +116,10 @@ def refuse_own_coins(module: Any) -> NoReturn:
     """Refuse a ``collate_rows`` that does not repeat itself, because of its own random draws or of kept state."""
     raise cannot_train(
         module,
-        "collate_rows makes something else of the same rows each time. It draws random numbers from a generator of its "
-        "own, which rows share, or keeps something of earlier rows. Draw from the global generators (torch.rand(...), "
-        "random, numpy.random), which the run seeds for every unit and step, and keep nothing between calls.",
+        "collate_rows returns something else for the same rows each time. It draws random numbers from a generator of "
+        "its own, which rows share, or keeps something of earlier rows. Draw from the global generators "
+        "(torch.rand(...), random, numpy.random), which the run seeds for every unit and step, and keep nothing "
+        "between calls.",
     )
 
 

@@ -172,8 +172,8 @@ class Passes:
             found.append(self._gradient(losses * factor, rows.kept))
         multiple = {name: gradient * times for name, gradient in found[1].items()}
         if far(multiple, found[0], 10 * TOLERANCE.get(losses.dtype, LOW_PRECISION)):
-            self._refuse(rows, "twice the loss of a row has not twice the gradient, as where a hook clips a batch's "
-                         "(privacy.engine=loop takes a hook that works row by row)")  # fmt: skip
+            self._refuse(rows, "twice the loss of a row does not have twice the gradient, as when a hook clips the "
+                         "gradient of a batch (privacy.engine=loop accepts a hook that works row by row)")  # fmt: skip
 
     def compare_rounding(self, rows: Rows) -> None:
         """Compare the gradient of a row's loss among others with that of the row alone."""
@@ -189,9 +189,9 @@ class Passes:
         if gap > ROUNDING * max(together, alone, least):  # false if one of them is NaN
             raise cannot_train(
                 self.module,
-                "the gradient of a row's loss is different when other rows are in the batch. If each row's loss is "
-                "made from that row alone, the gradient is rounding: scale the rows to about 1 (from 1e4 on they "
-                "saturate an attention), set trainer.precision=64-true, or choose privacy.engine=loop.",
+                "the gradient of a row's loss is different when other rows are in the batch. If each row's loss "
+                "depends on that row alone, the difference is rounding: scale the inputs to about 1 (from 1e4 on they "
+                "saturate attention), set trainer.precision=64-true, or choose privacy.engine=loop.",
             )
 
     def names_of_rows(self, batches: Sequence[Any], earlier: KeptState, public: frozenset[str]) -> set[tuple[int, str]]:
@@ -221,9 +221,9 @@ class Passes:
         if found := ", ".join(self._kept_state.generators(names)):
             raise cannot_train(
                 self.module,
-                f"its loss draws from {found}, a random generator that goes on from batch to batch: its numbers tell "
-                "how many batches the units filled, and anyone can repeat them. Draw from torch's global generator "
-                "(torch.rand(...)), which the run seeds from its secret.",
+                f"its loss draws from {found}, a random generator whose state continues from batch to batch: its "
+                "numbers reveal how many batches the units filled, and anyone can reproduce them. Draw from torch's "
+                "global generator (torch.rand(...)), which the run seeds from its secret.",
             )
         return names
 
@@ -242,16 +242,16 @@ class Passes:
             rates.append(self._next_rates())
         what = None
         if found := ", ".join(sorted({name for _, name in _differing(left)})):
-            what = f"per_row_loss keeps what it makes of private rows in {found}, which cannot be put back"
+            what = f"per_row_loss keeps values of private rows in {found}, which cannot be put back"
         elif any(each != rates[0] for each in rates):
-            what = "learning rates follow from what per_row_loss keeps of private rows, or from a clock or own count"
+            what = "learning rates depend on what per_row_loss keeps of private rows, on a clock or on a custom count"
         elif names and self._counts(batches[0], put_back):
-            what = "the loss hangs on how often it was computed, which tells how many units were drawn"
+            what = "the loss depends on how often it was computed, which reveals how many units were drawn"
         if what is not None:
             raise cannot_train(
                 self.module,
-                f"{what}; no noise covers that. Keep nothing of private rows between batches, and make learning rates "
-                "and temperatures from the count of steps (self.trainer.global_step).",
+                f"{what}; no noise covers this. Keep nothing of private rows between batches, and compute learning "
+                "rates and temperatures from the number of steps (self.trainer.global_step).",
             )
 
     def compare_reading(self, reads: Sequence[Callable[[], list[Any]]]) -> None:
@@ -264,8 +264,8 @@ class Passes:
         if any(each != rates[0] for each in rates):
             raise cannot_train(
                 self.module,
-                "learning rates follow from what the data set or collate_rows keeps of private rows, as a count of "
-                "tokens; no noise covers that. Make them from the count of steps (self.trainer.global_step).",
+                "learning rates depend on what the data set or collate_rows keeps of private rows, such as a count of "
+                "tokens; no noise covers this. Compute them from the number of steps (self.trainer.global_step).",
             )
 
     def _counts(self, features: Any, put_back: Callable[[], None]) -> bool:
@@ -341,9 +341,9 @@ class Passes:
         if differ(of_rows(features)[rows.kept], anew):
             raise cannot_train(
                 self.module,
-                f"the loss of the rows hangs on what earlier batches left in {', '.join(sorted(set(names)))}, so one "
-                "unit affects steps that it is not part of. Keep nothing of private rows between batches, or list the "
-                "name in public_metrics where only trained weights are behind it.",
+                f"the loss depends on what earlier batches left in {', '.join(sorted(set(names)))}, so one unit "
+                "affects steps that it is not part of. Keep nothing of private rows between batches, or list the name "
+                "in public_metrics if it depends on trained weights alone.",
             )
 
     def compare_alone(self, rows: Rows, *, of_pairs: bool) -> None:
@@ -460,20 +460,20 @@ class Passes:
         if differ(again[0], again[1]):
             raise cannot_train(
                 self.module,
-                "the same rows have another loss each time, so a dependence between rows cannot be detected. Draw "
+                "the same rows have a different loss each time, so a dependence between rows cannot be detected. Draw "
                 "random numbers in per_row_loss from torch, and keep nothing of private rows between batches.",
             )
         if self._drew_publicly:
             raise cannot_train(
                 self.module,
-                "it draws random numbers by a seed or generator of its own: which of them a row gets depends on the "
-                "other rows, and anyone can repeat them. Draw them from torch's global generator without a seed "
+                "it draws random numbers with its own seed or generator: which of them a row gets depends on the "
+                "other rows, and anyone can reproduce them. Draw them from torch's global generator without a seed "
                 "(torch.rand(...), dropout), which the run seeds from its secret.",
             )
         raise cannot_train(
             self.module,
-            f"{what}, so clipping each example bounds nothing. Make each row's loss from that row alone: normalise "
-            "inside the row, and take statistics of the batch, mixed inputs and the number of rows out of "
+            f"{what}, so clipping each example bounds nothing. Compute each row's loss from that row alone: normalise "
+            "inside the row, and remove batch statistics, mixed inputs and the number of rows from "
             f"{self.module.way_out_of_coupling}.",
         )
 

@@ -36,8 +36,9 @@ class Rows:
         found = leaves(batch.rows) if isinstance(batch.rows, dict) else []
         if not found or any(not isinstance(v, Tensor) or v.dim() == 0 or len(v) != len(found[0]) for v in found):
             raise UnsupportedModelError(
-                f"{type(module).__name__}.collate_rows must return a dict of tensors, perhaps nested (dict(...) of a "
-                "BatchEncoding is one), whose first axis is the rows: else no dependence between rows can be seen.",
+                f"{type(module).__name__}.collate_rows must return a dict of tensors, possibly nested, whose first "
+                "axis is the rows (convert a BatchEncoding with dict(...)). Otherwise no dependence between rows can "
+                "be detected.",
                 trap="T11",
             )
         data = batch.unit_ids if batch.data_rows is None else batch.unit_ids[batch.data_rows]

@@ -151,7 +151,7 @@ class DualEncoder(PairModule):
             if not isinstance(self.loss, InBatchSoftmaxLoss):
                 raise ConfigurationError(
                     f"model.loss={type(self.loss).__name__} cannot go with privacy={privacy.name}, whose loss is each "
-                    "query's softmax over public passages: another one may couple them. Set model.loss to null."
+                    "query's softmax over public passages: another loss may couple them. Set model.loss to null."
                 )
             if self._frozen_passages and privacy.passage_gradient != "none":
                 raise ConfigurationError(
@@ -165,8 +165,9 @@ class DualEncoder(PairModule):
         self._all_passages: Tensor | None = None
         if passage_cache_dir is not None and not self._frozen_passages:
             raise ConfigurationError(
-                f"model.passage_cache_dir={passage_cache_dir} keeps embeddings of passages, and these are trained: "
-                "they change with every step. Set model.passage_tower=frozen, or set it to null."
+                f"model.passage_cache_dir={passage_cache_dir} caches embeddings of passages, which change with every "
+                "step while their tower is trained. Set model.towers=separate and model.passage_tower=frozen, or set "
+                "it to null."
             )
         self._passage_cache_dir = None if passage_cache_dir is None else Path(passage_cache_dir)
         self._negatives = self._make_negatives(negatives)
@@ -200,8 +201,8 @@ class DualEncoder(PairModule):
         if not isinstance(self.loss, (InBatchSoftmaxLoss, MarginMSELoss)):
             names = ",".join(source.name for source in made.of_rows.sources)
             raise ConfigurationError(
-                f"model.loss={type(self.loss).__name__} compares the rows of the batch alone, and has no place for "
-                f"model.negatives={names}. Set model.loss to null."
+                f"model.loss={type(self.loss).__name__} compares only the rows of the batch, and cannot use "
+                f"model.negatives={names}. Set model.loss or model.negatives to null."
             )
         self.coupled_loss = made.of_rows.couples_rows
         return made

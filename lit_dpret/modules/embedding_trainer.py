@@ -92,7 +92,7 @@ class EmbeddingTrainer(PairModule):
         if privacy.candidates == "pool":
             raise ConfigurationError(
                 f"privacy={privacy.name} takes its candidates from a public list of passages, and model="
-                "embedding_trainer those of the batch. Choose model=dual_encoder, or privacy=logit_dp."
+                "embedding_trainer takes them from the batch. Choose model=dual_encoder, or privacy=logit_dp."
             )
         if net is None and encoder is None:
             raise ConfigurationError(
@@ -101,7 +101,10 @@ class EmbeddingTrainer(PairModule):
         if net is not None and isinstance(encoder, TextEncoder):
             raise ConfigurationError("model.encoder is a text encoder, which reads no images. Set model.net to null.")
         if net is None and views is not None:
-            raise ConfigurationError("model.views makes views of images, and there is no model.net that reads them.")
+            raise ConfigurationError(
+                "model.views makes views of images, and model.net is null, so nothing reads them. Set model.views to "
+                "null, or give a net."
+            )
         self.loss = SoftmaxPairLoss(temperature=1.0) if loss is None else loss
         self.pretrained = str(encoder) if isinstance(encoder, (str, Path)) else None
         self.net: nn.Module

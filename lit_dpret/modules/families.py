@@ -103,8 +103,8 @@ class DecoderOnly:
             found: Tensor = model(input_ids=ids, use_cache=False).logits
         if found.shape[:2] != labels.shape:
             raise UnsupportedModelError(
-                f"{type(model).__name__} does not compute its logits by calling its output layer, so that they cannot "
-                "be computed for the query alone. Choose a model as GPT-2, Llama, Qwen or Gemma are."
+                f"{type(model).__name__} does not compute its logits by calling its output layer, so they cannot be "
+                "computed for the query alone. Choose a model such as GPT-2, Llama, Qwen or Gemma."
             )
         return found
 
@@ -153,8 +153,8 @@ def require_writer(model: PreTrainedModel, source: object) -> None:
         )
     if not torch.allclose(one, other, rtol=1e-3, atol=1e-3 * float(one.abs().max())):
         raise UnsupportedModelError(
-            f"{source} is a {type(model).__name__} in which a token sees those that come after it: it fills gaps, and "
-            "does not write. Choose a T5, or a decoder-only model as Llama, Qwen, Gemma or GPT-2 are."
+            f"{source} is a {type(model).__name__} in which a token sees later ones: it fills gaps, and cannot write. "
+            "Choose a T5, or a decoder-only model such as Llama, Qwen, Gemma or GPT-2."
         )
 
 

@@ -44,7 +44,10 @@ def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
             )
         chosen |= found
     if not chosen:
-        raise UnsupportedModelError("model.trainable_patterns is empty: nothing would be learnt.")
+        raise UnsupportedModelError(
+            "model.trainable_patterns=[] selects no parameter, so nothing would be trained. Set it to null to train "
+            "all."
+        )
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in chosen)
 
@@ -60,7 +63,7 @@ def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
             adapted: nn.Module = peft.get_peft_model(model, config)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"model.lora={dict(settings)} makes no adapters: {first_line(error)} Its keys are the arguments of "
+            f"model.lora={dict(settings)} gives no adapters: {first_line(error)} Its keys are the arguments of "
             "peft.LoraConfig."
         ) from error
     for name, part in adapted.named_modules():
@@ -74,7 +77,7 @@ def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
             raise ConfigurationError(
                 f"model.lora.{setting} names {name.removeprefix('base_model.model.')}, and {', '.join(uses)} are one "
                 "weight, which the saved model stores once: an adapter on one use would split them. Leave it out, or "
-                "train all uses by model.trainable_patterns in place of model.lora."
+                "train all uses with model.trainable_patterns instead of model.lora."
             )
         if setting == "target_modules":
             _check_merge(part, settings)
@@ -95,8 +98,8 @@ def _check_merge(layer: Any, settings: Mapping[str, Any]) -> None:
         copy.deepcopy(layer).merge()
     except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as error:
         raise ConfigurationError(
-            f"model.lora={dict(settings)} makes adapters that cannot be merged into the weights, which a saved "
-            f"model needs: {first_line(error)} Leave out the setting that it names."
+            f"model.lora={dict(settings)} gives adapters that cannot be merged into the weights, as saving the model "
+            f"requires: {first_line(error)} Leave out the setting that it names."
         ) from error
 
 

@@ -148,7 +148,8 @@ class FrozenDualEncoder(PairModule):
         if self._labels is not None and (head != "query" or pool_size is not None):
             raise ConfigurationError(
                 f"model.head={head} with model.pool_size={pool_size} cannot go with model.negatives=labelled, which "
-                "compares a query with labelled passages as they are. Set model.head=query and model.pool_size=null."
+                "compares a query with the embeddings of labelled passages, unchanged. Set model.head=query and "
+                "model.pool_size=null."
             )
         if not self.coupled_loss and head != "query":
             raise ConfigurationError(

@@ -125,8 +125,8 @@ class TextCodec:
             )
         if taken >= most:
             raise ConfigurationError(
-                f"model.max_passage_length={most} is the length of prompt and passage together, and model.prompt has "
-                f"{taken} tokens alone. Make the prompt shorter, or the length greater."
+                f"model.max_passage_length={most} limits prompt and passage together, and model.prompt, with any "
+                f"examples of model.few_shot, already has {taken} tokens. Shorten it, or raise the length."
             )
 
     @cached_property
@@ -190,8 +190,8 @@ def whole_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, examples: Sequ
         return "".join(f"{question}{answer}\n\n" for question, answer in asked) + prompt
     if not tokenizer.chat_template:
         raise ConfigurationError(
-            "model.chat=true, and the tokenizer has no chat template: the model was not taught to chat. "
-            "Set model.chat=false and write the prompt as a text that a query continues."
+            "model.chat=true, but the tokenizer has no chat template: the model was not trained to chat. "
+            "Set model.chat=false, and write the prompt as text that a query continues."
         )
     turns = [
         turn
@@ -261,7 +261,7 @@ def save_generator(folder: str | Path, model: PreTrainedModel, codec: TextCodec)
             stale.rename(target)
         raise StorageError(
             f"The generator could not be saved to {target}: {unwritten(error)}. What was there before is kept. Free "
-            "space, then give the command again, with resume=true if its run had begun."
+            "space, then repeat the command, with resume=true if its run had begun."
         ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -279,7 +279,8 @@ def load_generator(folder: str | Path) -> GeneratorModel:
         if virtual != tuple(range(rows - len(virtual), rows)):
             raise UnsupportedModelError(
                 f"{folder / CONTRACT_NAME} states virtual_ids {virtual[0]} to {virtual[-1]}, which are not the last of "
-                f"the {rows} rows of the model's embeddings. The two files do not belong together."
+                f"the {rows} rows of the model's embeddings. The files do not belong together: use a whole model "
+                "folder."
             )
         drop_virtual_tokens(model, len(virtual))
     codec = TextCodec(load_tokenizer(folder), contract, continues=not model.config.is_encoder_decoder)
@@ -296,7 +297,7 @@ def read_contract(folder: str | Path) -> GeneratorContract:
             raise
         raise UnsupportedModelError(
             f"{folder} is not a saved generator: {CONTRACT_NAME}, which holds its prompt and lengths, is missing or "
-            f"unreadable. Set the folder that a generator run exported.{meant(folder, CONTRACT_NAME)}"
+            f"unreadable. Give a model folder that a generator run exported.{meant(folder, CONTRACT_NAME)}"
         ) from error
 
 
@@ -304,8 +305,8 @@ def refuse_tuned_prompt(source: str | Path) -> None:
     """Refuse to continue from a generator with a tuned prompt, which would be lost."""
     if is_generator(source) and read_contract(source).virtual_ids:
         raise ConfigurationError(
-            f"model.pretrained={source} is a generator with a tuned prompt (model.prompt_tuning), which would be left "
-            "out. Start from the model that it started from; its privacy card names it."
+            f"model.pretrained={source} is a generator with a tuned prompt (model.prompt_tuning), which would be "
+            "lost. Start from the model that it started from; its privacy card names it."
         )
 
 

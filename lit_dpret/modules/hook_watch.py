@@ -128,9 +128,9 @@ def _refuse_changed_rows(module: Any, batch: UnitBatch) -> None:
         # Low precision may have cast numbers in the meantime.
         if path not in now or (now[path][0] == kind and now[path][1] != digest):
             raise UnsupportedModelError(
-                f"{path} of a batch is not what collate_rows made of it when the training step of "
-                f"{type(module).__name__} begins: a hook or training_step changed it, and mixing of rows cannot be "
-                "detected there. Do it in collate_rows, or in per_row_loss for what runs on the device.",
+                f"{path} of a batch is not what collate_rows returned when the training step of "
+                f"{type(module).__name__} begins: a hook or training_step changed it, where mixing of rows cannot be "
+                "detected. Make the change in collate_rows, or in per_row_loss if it runs on the device.",
                 trap="T11",
             )
 
@@ -141,10 +141,10 @@ def _refuse_writes(
     for name in sorted(seen.keys() | now.keys()):
         if seen.get(name) != now.get(name) and not {name, *name.split(".")} & {*public}:
             raise UnsupportedModelError(
-                f"{name} of {type(module).__name__} changed {when}, by a hook of the module or of a callback, or in a "
-                "training_step around that of PrivateModule: nothing says that no private row is in it, and no noise "
-                "covers it. Remove the write. If no private row is behind it but through trained weights, as in the "
-                "average of a teacher, list its name in public_metrics of the module or callback.",
+                f"{name} of {type(module).__name__} changed {when}: a hook of the module or of a callback wrote it, or "
+                "a training_step that wraps that of PrivateModule. It may depend on private rows, and no noise covers "
+                "it. Remove the write. If it depends on private rows only through trained weights, as the average of "
+                "a teacher does, list its name in public_metrics of the module or callback.",
                 trap="T11",
             )
 

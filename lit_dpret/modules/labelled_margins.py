@@ -28,18 +28,18 @@ class LabelledMargins:
         names = ",".join(source.name for source in listed)
         if names != "labelled":
             raise ConfigurationError(
-                "model.negatives of model=frozen_dual_encoder is auto, pool, batch or labelled, and not "
+                "model.negatives of model=frozen_dual_encoder must be auto, pool, batch or labelled, not "
                 f"{names or '[]'}: other sources of negatives (negatives=bm25 and others) are for model=dual_encoder."
             )
         if not isinstance(loss, MarginMSELoss):
             raise ConfigurationError(
-                "model.negatives=labelled of model=frozen_dual_encoder is for the margins of a teacher, and model.loss="
-                f"{'null' if loss is None else type(loss).__name__}. Set loss=margin_mse."
+                "model.negatives=labelled of model=frozen_dual_encoder trains on a teacher's margins, not with "
+                f"model.loss={'null' if loss is None else type(loss).__name__}. Set loss=margin_mse."
             )
         if privacy.guarantee == "dp" and privacy.candidates != "rows":
             raise ConfigurationError(
-                f"privacy={privacy.name} is for a softmax over passages, which model.loss=MarginMSELoss is not. Choose "
-                "privacy=dp_sgd, synthetic or none."
+                f"privacy={privacy.name} is for a loss over passages of the batch or of a public pool, and "
+                "model.loss=MarginMSELoss reads only the labels of each row. Choose privacy=dp_sgd, synthetic or none."
             )
         self.of_rows, self.loss = RowNegatives(listed, privacy), loss
 

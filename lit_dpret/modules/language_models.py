@@ -89,7 +89,7 @@ def config_of_new(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase 
         raise ConfigurationError(f"model.config.model_type={kind!r} is not a model that transformers knows.") from error
     if unknown := sorted(set(given) - set(known)):
         raise ConfigurationError(
-            f"model.config.{unknown[0]} is not a field of a {kind} config. There are: {', '.join(sorted(known))}."
+            f"model.config.{unknown[0]} is not a field of a {kind} config. Its fields are {', '.join(sorted(known))}."
         )
     if tokenizer is not None:
         given.setdefault("vocab_size", len(tokenizer))
@@ -102,7 +102,7 @@ def config_of_new(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase 
         if given["vocab_size"] < len(tokenizer):
             raise ConfigurationError(
                 f"model.config.vocab_size={given['vocab_size']} is smaller than the tokenizer's {len(tokenizer)} "
-                "tokens."
+                "tokens. Raise it, or leave it out."
             )
     try:
         return AutoConfig.for_model(kind, **given)

@@ -94,7 +94,8 @@ class DPAdamBC(torch.optim.Optimizer):
                 if parameter.dtype not in (torch.float32, torch.float64):
                     raise ConfigurationError(
                         f"model.optimizer.name=adam_bc needs parameters in float32 or float64, not {parameter.dtype}: "
-                        "the second moment less the noise would be rounding. Set trainer.precision=bf16-mixed."
+                        "subtracting the noise from the second moment would leave rounding errors. Set "
+                        "trainer.precision=bf16-mixed."
                     )
 
     @torch.no_grad()
@@ -195,14 +196,14 @@ class OptimizerSpec:
             raise ConfigurationError(f"model.optimizer.lr={self.lr} must be a positive, finite number.")
         if self.name.startswith("adam") and self.lr > _LARGEST_LR_OF_ADAM:
             raise ConfigurationError(
-                f"model.optimizer.lr={self.lr} is far too large: a step of {self.name} moves each weight by about as "
-                "much. Usual is 1e-5 to 0.1."
+                f"model.optimizer.lr={self.lr} is far too large: a step of {self.name} moves each weight by about that "
+                "much. Usual values are 1e-5 to 0.1."
             )
         for knob, owners in _KNOBS.items():
             value = getattr(self, knob)
             if value is not None and not (knob == "momentum" and value == 0) and self.name not in owners:
                 raise ConfigurationError(
-                    f"model.optimizer.{knob}={value} would be ignored: it belongs to {', '.join(owners)}, and "
+                    f"model.optimizer.{knob}={value} would be ignored: it belongs to {', '.join(owners)}, not to "
                     f"model.optimizer.name={self.name}. Leave it out."
                 )
         require_number("model.optimizer", self, "eps", "min_second_moment", null=True)
@@ -225,7 +226,10 @@ class OptimizerSpec:
         """
         chosen = [parameter for parameter in parameters if parameter.requires_grad]
         if not chosen:
-            raise ConfigurationError("The model has no trainable parameter: nothing would be learnt.")
+            raise ConfigurationError(
+                "The model has no trainable parameter, so nothing would be trained. Unfreeze a part of it "
+                "(requires_grad_(True))."
+            )
 
         def make(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
             return OPTIMIZERS[self.name](weights, **self._options(noise_std))

@@ -71,8 +71,8 @@ class PairModule(PrivateModule):
             others = [each for each in ("encode_queries", "encode_passages", "save_model") if hasattr(self, each)]
             if left := [each for each in others if _owner(self, each) in below]:
                 raise UnsupportedModelError(
-                    f"{name} has a {method} of its own, which {', '.join(left)} would leave out: what is evaluated and "
-                    "saved would be another model than the trained one. Override these as well."
+                    f"{name} overrides {method}, and {', '.join(left)} would not call it: the evaluated and saved "
+                    "model would differ from the trained one. Override these as well."
                 )
 
     def represent(self, features: Any, side: Side) -> Tensor:
@@ -137,7 +137,7 @@ class PairModule(PrivateModule):
         if not isinstance(loss, PairwiseLoss):
             raise UnsupportedModelError(
                 f"privacy={self.privacy.name} clips the similarities of pairs, and {type(loss).__name__} is not a loss "
-                "of their table. Choose a PairwiseLoss as model.loss."
+                "of their matrix. Choose a PairwiseLoss as model.loss."
             )
         return loss.for_expected_size(expected)
 
@@ -170,7 +170,7 @@ class PairModule(PrivateModule):
         """Return the temperature of a loss whose rows are softmaxes over passages; refuse another loss."""
         if not isinstance(self.loss, (InBatchSoftmaxLoss, SoftmaxPairLoss)) or self.loss.similarity != "cosine":
             raise UnsupportedModelError(
-                f"privacy={self.privacy.name} clips the rows of a softmax over passages; model.loss="
+                f"privacy={self.privacy.name} clips the rows of a softmax over cosines; model.loss="
                 f"{type(self.loss).__name__} is another loss. Set it to null, or choose privacy=logit_dp."
             )
         return self.loss.temperature
@@ -261,7 +261,7 @@ class PairModule(PrivateModule):
         if stage == "fit" and self.trainer.world_size > 1 and in_batch is not None and in_batch.gather:
             raise ConfigurationError(
                 "model.negatives.in_batch.gather=true waits for rows of every process in each pass, and a draw "
-                "may leave a process without any: the job would hang. Set it to false, or train in a loop of your own."
+                "may leave a process without any: the job would hang. Set it to false, or write a custom training loop."
             )
 
     def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
@@ -305,7 +305,7 @@ def make_encoder(
     """Return the shared tower that a dual encoder's settings describe, normalised; in float32 unless given."""
     if isinstance(encoder, TextEncoder):
         if not encoder.contract.normalise:
-            raise ConfigurationError("model.encoder does not normalise its embeddings; set normalise=True in it.")
+            raise ConfigurationError("model.encoder does not normalise its embeddings. Load it with normalise=True.")
         return encoder
     if (encoder is None) == (config is None):
         raise ConfigurationError(
@@ -362,8 +362,8 @@ def _new_transformer(config: dict[str, Any], tokenizer: str | Path | None) -> tu
         backbone = transformers.AutoModel.from_config(shape)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
-            f"model.config and model.tokenizer={str(tokenizer)!r} make no encoder: {first_line(error)} model.config "
-            "needs model_type, for instance bert, and the fields of that type's config."
+            f"model.config and model.tokenizer={str(tokenizer)!r} give no encoder: {first_line(error)} model.config "
+            "needs model_type, for instance bert, and fields of that type's config."
         ) from error
     if backbone.get_input_embeddings().num_embeddings < len(words):
         raise ConfigurationError(

@@ -40,7 +40,7 @@ def refuse_where_none_fits(tallies: Sequence[Tally], step: int, advice: str) -> 
     if any(each.lone and not each.kept and (each.units > 1 or not fitted) for each in tallies):
         raise DeviceMemoryError(
             f"Memory ran out on every unit of step {step}, before the step was noised or charged. {advice} "
-            "Then go on with resume=true."
+            "Then continue with resume=true."
         )
 
 
@@ -154,14 +154,14 @@ class PhysicalBatches:
                     self._lone = True
                     tell_here(
                         f"Kept on this machine: a unit of step {batch.step} does not fit into memory and counts as "
-                        f"zero there. {advice}"
+                        f"zero in that step. {advice}"
                     )
                 self._set_aside(next(each for each in self._step if each.part == at), slots, lacks_memory)
             elif not may_split or self.limit == 1:
                 what = "a single unit" if may_split else f"a physical batch of {slots.stop - slots.start} units"
                 raise DeviceMemoryError(
                     f"Memory ran out on {what} of step {batch.step}, before the step was noised or charged. {advice} "
-                    "Then go on with resume=true."
+                    "Then continue with resume=true."
                 )
             else:
                 self._lower_limit(max(1, (slots.stop - slots.start) // 2))
@@ -175,7 +175,7 @@ class PhysicalBatches:
     def _lower_limit(self, most: int) -> None:
         self.limit = most
         # Not to a logger, which may write a file, nor to the ledger: running out of memory reveals private lengths.
-        tell_here(f"Memory ran out; a step begins again with at most {self.limit} units at once.")
+        tell_here(f"Memory ran out; a step restarts with at most {self.limit} units at a time.")
 
     def _slots(self, batch: UnitBatch) -> list[slice]:
         found = self._sound.get(batch.part)
@@ -233,12 +233,13 @@ def memory_advice(may_split: bool) -> str:
     """Return advice for a single unit, or an unsplittable physical batch, that does not fit."""
     if may_split:
         return (
-            "Shorten the texts (model.max_passage_length), set model.gradient_checkpointing=true or train adapters "
-            "(model.lora)."
+            "Shorten the inputs (model.max_passage_length for texts), set model.gradient_checkpointing=true or train "
+            "adapters (model.lora)."
         )
     return (
-        "It is never taken apart, because its units are compared with each other: raise privacy.sub_batches, set "
-        "model.grad_cache_rows, or lower datamodule.physical_batch_size."
+        "It is never taken apart, because its units are compared with each other: raise privacy.sub_batches, lower "
+        "datamodule.expected_batch_size, or set model.grad_cache_rows of a dual encoder (privacy=none, synthetic or "
+        "batch_clip)."
     )
 
 

@@ -34,7 +34,7 @@ _ARGUMENTS = {
     "privacy": "the privacy mode, such as DPSGD(eps=3)",
     "per_row_loss": "write it as a method of your class, or give it to make_private with your module",
     "collate_fn": "write collate_rows as a method of your class, or give collate_fn to make_private with your module",
-    "module": "make_private wraps a module of yours; to derive from PrivateModule, make it an attribute",
+    "module": "make_private wraps an existing module; in a subclass of PrivateModule, make it an attribute",
     "eps": "give privacy=DPSGD(eps=...)",
     "delta": "give privacy=DPSGD(delta=...)",
     "lr": "give optimizer=OptimizerSpec(name=..., lr=...)",
@@ -234,12 +234,12 @@ class PrivateModule(PrivateStep):
         trainer.datamodule = None  # type: ignore[attr-defined]  # otherwise Lightning reports the error to it
         if isinstance(data, type):
             raise ConfigurationError(
-                f"trainer.fit(datamodule={data.__name__}) is a class, and one of its objects is needed: "
+                f"datamodule={data.__name__} of trainer.fit is a class. Pass an instance: "
                 f"datamodule={data.__name__}(...)."
             )
         raise ConfigurationError(
-            f"trainer.fit(datamodule=...) is a {type(data).__name__} and no LightningDataModule. A data set goes into "
-            "UnitDataModule(dataset, unit_of=...), which names the unit of each row."
+            f"trainer.fit(datamodule=...) got a {type(data).__name__}, not a LightningDataModule. Wrap a data set in "
+            "UnitDataModule(dataset, unit_of=...), where unit_of names the unit of each row."
         )
 
     def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]] | None:

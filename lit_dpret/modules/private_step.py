@@ -224,9 +224,9 @@ class PrivateStep(Checkpointed):
                 if not is_out_of_memory(error):
                     raise
                 raise DeviceMemoryError(
-                    f"Memory ran out while step {batch.step} was noised or its update was made; the ledger holds what "
-                    "was charged for it. Choose an optimizer with fewer states (model.optimizer.name=adafactor or sgd),"
-                    " a strategy that shards, or model.lora. Then go on with resume=true."
+                    f"Memory ran out while step {batch.step} was noised or applied; the ledger holds what was charged "
+                    "for it. Choose an optimizer with fewer states (model.optimizer.name=adafactor or sgd), a strategy "
+                    "that shards, or model.lora. Then continue with resume=true."
                 ) from error
         if self._hides_rows:
             coin = guard.stream.model_seed(batch.attempt, batch.step, batch.part)
@@ -413,9 +413,9 @@ def refuse_infinite(module: nn.Module, step: int) -> None:
     name = next(name for name, one in held.items() if not bool(one.isfinite().all()))
     raise DivergenceError(
         f"The weights are not finite after step {step + 1} ({name} first), and further steps would spend the budget "
-        "for nothing. The steps so far are charged, and the claim is that of the planned ones. The last checkpoint is "
-        "finite: resume=true with trainer.max_steps at the step in its name writes its model and card. To train "
-        "further, begin another run with a lower learning rate (model.optimizer.lr), here or from that model "
+        "for nothing. The steps so far are charged, and the claim covers all planned steps. The last checkpoint is "
+        "finite: resume=true with trainer.max_steps set to the step in its name writes its model and card. To train "
+        "further, begin a new run with a lower learning rate (model.optimizer.lr), from scratch or from that model "
         "(init_from)."
     )
 

@@ -59,8 +59,9 @@ class PublicPool:
         unknown = next((name for name in own if name not in self.place), None)
         if unknown is not None:
             raise DataError(
-                f"The positive passage {unknown!r} is not among the {len(self.place)} passages that were encoded; "
-                "they must be the whole public list. Call prepare(datamodule) with the data that is trained on."
+                f"The positive passage {unknown!r} is not among the {len(self.place)} known passages, which must be "
+                "the whole public list. Call prepare(datamodule) with the data to train on, or learn_public_passages "
+                "of a DualEncoder."
             )
         others = [
             sorted(self.place[name] for name in names - {first} if name in self.place)

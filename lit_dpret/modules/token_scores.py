@@ -94,7 +94,10 @@ class TokenScorer:
             progress: Called with (pairs done, total pairs).
         """
         if len(queries) != len(passages) or not queries:
-            raise DataError(f"{len(queries)} queries and {len(passages)} passages: there must be as many, and some.")
+            raise DataError(
+                f"{len(queries)} queries and {len(passages)} passages: give one passage for each query, and at least "
+                "one query."
+            )
         inputs, labels = self.codec.passages(list(passages)), self.codec.queries(list(queries))
         shape = (len(queries), max(map(len, labels)))
         found = [np.zeros(shape) for _ in range(3 if moments else 1)]
@@ -112,7 +115,10 @@ class TokenScorer:
                 for values, part in zip(found, parts, strict=True):
                     values[row, : len(target)] = part.cpu().numpy()
         if np.isnan(found[0]).any():
-            raise UnsupportedModelError("The model gives NaN for a query: its weights are broken.")
+            raise UnsupportedModelError(
+                "The model gives NaN for a query: its weights are broken. Check the run that trained it (learning "
+                "rate, noise, precision)."
+            )
         tokens = np.full(shape, -100, dtype=np.int64)
         for row, ids in enumerate(labels):
             tokens[row, : len(ids)] = ids

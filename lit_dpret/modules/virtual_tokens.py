@@ -41,7 +41,7 @@ class PromptTuning:
         if (self.prompt_tuning_init == "TEXT") != bool(text):
             raise ConfigurationError(
                 f"model.prompt_tuning: prompt_tuning_init={self.prompt_tuning_init} and prompt_tuning_init_text={text} "
-                "do not go together. A text is what prompt_tuning_init=TEXT starts from, and only that."
+                "do not go together: give a text with prompt_tuning_init=TEXT, and only with it."
             )
 
     @classmethod
@@ -49,7 +49,7 @@ class PromptTuning:
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(map(str, settings)) - set(known)):
             raise ConfigurationError(
-                f"model.prompt_tuning.{unknown[0]} is not a setting. There are: {', '.join(known)}."
+                f"model.prompt_tuning.{unknown[0]} is not a setting. Its settings are {', '.join(known)}."
             )
         return cls(**{str(name): value for name, value in settings.items()})
 
@@ -126,7 +126,8 @@ def _start(wanted: PromptTuning, words: nn.Embedding, tokenizer: PreTrainedToken
         ids = torch.tensor([i for i in spelled if i not in special])
         if len(ids) == 0:
             raise ConfigurationError(
-                f"model.prompt_tuning.prompt_tuning_init_text={wanted.prompt_tuning_init_text!r} has no token."
+                f"model.prompt_tuning.prompt_tuning_init_text={wanted.prompt_tuning_init_text!r} has no token. "
+                "Give at least one word."
             )
         ids = ids.repeat(-(-count // len(ids)))[:count]
     else:

@@ -177,13 +177,19 @@ def test_every_engine_clips_a_row_with_labels_alone(tmp_path: Path) -> None:
     [
         ({"loss": None}, r"model\.negatives=labelled .* model\.loss=null\. Set loss=margin_mse"),
         ({"negatives": "pool"}, r"model\.negatives=pool has no labels for model\.loss=MarginMSELoss"),
-        ({"negatives": [RandomNegatives()]}, r"is auto, pool, batch or labelled, and not random"),
-        ({"negatives": []}, r"and not \[\]"),
+        ({"negatives": [RandomNegatives()]}, r"must be auto, pool, batch or labelled, not random"),
+        ({"negatives": []}, r"labelled, not \[\]"),
         ({"negatives": {"bm25": BM25Negatives()}}, "model=dual_encoder"),
         ({"head": "both"}, r"model\.head=both .* cannot go with model\.negatives=labelled"),
         ({"pool_size": 4}, r"model\.pool_size=4 cannot go with model\.negatives=labelled"),
-        ({"privacy": PublicPassages(max_grad_norm=1.0, **NOISE)}, r"privacy=public_passages is for a softmax"),
-        ({"privacy": BatchClip(max_grad_norm=1.0, sub_batches=2, **NOISE)}, r"privacy=batch_clip is for a softmax"),
+        (
+            {"privacy": PublicPassages(max_grad_norm=1.0, **NOISE)},
+            r"privacy=public_passages is for a loss over passages",
+        ),
+        (
+            {"privacy": BatchClip(max_grad_norm=1.0, sub_batches=2, **NOISE)},
+            r"privacy=batch_clip is for a loss over passages",
+        ),
         ({"privacy": DPSGD(max_grad_norm=1.0, **NOISE), "declare": False}, r"labelled\.lines_are_independent=true"),
     ],
 )

@@ -398,7 +398,7 @@ def test_units_that_see_each_other_are_not_taken_apart(tmp_path: Path) -> None:
 
     module = Coupled(privacy=NoPrivacy(), fail_at=(1,))
     assert not module.may_split
-    with pytest.raises(DeviceMemoryError, match=r"never taken apart.*datamodule\.physical_batch_size"):
+    with pytest.raises(DeviceMemoryError, match=r"never taken apart.*datamodule\.expected_batch_size"):
         fit(tmp_path / "run", module, steps=STEPS)
 
 
