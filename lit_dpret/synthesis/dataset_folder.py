@@ -74,7 +74,8 @@ def check_passages(passages: Mapping[str, str]) -> None:
     for name in passages:
         if not isinstance(name, str) or not name or any(mark in name for mark in "\t\n\r"):
             raise DataError(
-                f"The passage id {name!r} cannot stand in a qrels file: it must be text without tabs or line ends."
+                f"The passage id {name!r} cannot be written to a qrels file: an id must be text without tabs or line "
+                "breaks."
             )
 
 
@@ -193,21 +194,21 @@ _CONFIGS = [
 
 
 _NO_SAMPLE = (
-    " It is no sample of what people asked: do not count in it, and do not conclude from a query that somebody has "
-    "asked it or that nobody has. A score on these queries is no score on real ones."
+    " It is not a sample of what people asked: do not count frequencies in it, and do not conclude from a query that "
+    "anyone has asked it, or that no one has. A score on these queries is not a score on real ones."
 )
 _FROM_PASSAGES = {
     "kind": "pseudo-queries",
-    "written": "Each is made of words of its passage, by a program.",
+    "written": "Each was composed by a program from words of its passage.",
     "use": _NO_SAMPLE,
-    "privacy": "No private query was read to make these: they come from the passages alone.",
+    "privacy": "No private query was read to create these: they come from the passages alone.",
 }
 _DECLARED = {
     "kind": "queries",
-    "written": "Who wrote them is not known here: they were selected, not written.",
+    "written": "Their authors are not known here: they were selected, not written.",
     "use": "",
-    "privacy": "There is no privacy card. That no private query went into these was declared by whoever selected them, "
-    "and nobody checked it.",
+    "privacy": "There is no privacy card. The person who selected these declared that no private query went into them; "
+    "the declaration was not checked.",
 }
 
 
@@ -259,7 +260,7 @@ def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[
         f"the same passage merged (`metadata.copies`); {counts.unfinished} cut at the length limit."
     )
     own = "The passages keep the licence of their source, and so does text derived from them"
-    declared = f"`{card.license}`, as declared by whoever made the set. {own}."
+    declared = f"`{card.license}`, as declared by the creator of the set. {own}."
     header = {
         "pretty_name": card.title,
         "language": stated_languages(card.language),
@@ -289,7 +290,7 @@ def _generated(privacy: Mapping[str, Any]) -> dict[str, str]:
     bound = "only by coincidence, or by memorisation within the bounds stated below"
     if privacy["claim"]["guarantee"] != "dp":
         bound = "as often as the generator memorised one, which nothing bounds"
-    written = f"The queries were written by a program; a query that somebody typed is among them {bound}."
+    written = f"The queries were written by a program; a query that a person typed is among them {bound}."
     return {
         "kind": "synthetic queries",
         "written": written,
@@ -305,10 +306,10 @@ def _privacy_lines(privacy: Mapping[str, Any]) -> list[str]:
         "",
         str(privacy["claim"]["statement"]),
         "",
-        f"The claim is that of {_whose(privacy)}, inherited: drawing queries for a public list of passages, and "
-        "choosing among them, is post-processing. `privacy_card.json` says all of it; `lit-dpret verify FOLDER` "
-        "checks it. Diagnostics computed on private data are not covered by differential privacy, and none are part "
-        "of this data set.",
+        f"The claim is inherited from {_whose(privacy)}: drawing queries for a public list of passages, and choosing "
+        "among them, is post-processing. `privacy_card.json` states it in full; `lit-dpret verify FOLDER` checks it. "
+        "Diagnostics computed on private data are not covered by differential privacy, and none are part of this data "
+        "set.",
         "",
         "### What is not covered",
         "",
@@ -321,7 +322,7 @@ def _whose(privacy: Mapping[str, Any]) -> str:
     if EVOLUTION in labels:
         return "the noised votes of the private queries"
     if HISTOGRAM in labels:
-        return "what wrote the queries and of a histogram of the private queries together"
+        return "what wrote the queries together with a histogram of the private queries"
     return "the generator"
 
 

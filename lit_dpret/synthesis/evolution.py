@@ -99,7 +99,7 @@ def survivors(counts: np.ndarray, *, least: float) -> list[int]:
     if not order:
         raise DataError(
             f"No candidate has more than {least:.4g} noised votes (task.threshold): the noise hides all of them. Use a "
-            "smaller task.population, fewer task.generations, or more budget."
+            "smaller task.population, fewer task.generations, or a larger privacy.eps."
         )
     return order
 

@@ -53,7 +53,7 @@ class Generation:
         require_whole("task", self, 0, "workers")
         if self.precision not in PRECISIONS:
             raise ConfigurationError(
-                f"precision={self.precision!r} is not one of {', '.join(PRECISIONS)}: T5 overflows in float16."
+                f"task.precision={self.precision!r} is not one of {', '.join(PRECISIONS)}: T5 overflows in float16."
             )
 
     def decoding(self) -> Decoding:
@@ -149,7 +149,7 @@ def _worker(source: Path, weights: str, how: Generation) -> Callable[[Task], Dra
     """Return a function that draws a group in a worker process."""
     transformers_logging.disable_progress_bar()
     if weights_hash(source) != weights:
-        raise WorkerError(f"{source} holds another generator on a worker's machine. Put the same folder there.")
+        raise WorkerError(f"{source} holds another generator on a worker's machine. Copy the same folder there.")
     draw = group_drawer(load_generator(source), how)
 
     def work(task: Task) -> Drawn:

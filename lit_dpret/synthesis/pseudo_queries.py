@@ -62,7 +62,10 @@ def pseudo_queries(
     if queries_per_passage < 1:
         raise ConfigurationError(f"queries_per_passage={queries_per_passage} must be at least 1.")
     if not 1 <= min_words <= max_words:
-        raise ConfigurationError(f"min_words={min_words} and max_words={max_words}: they must obey 1 <= min <= max.")
+        raise ConfigurationError(
+            f"min_words={min_words} and max_words={max_words}: min_words must be at least 1, and max_words at least as "
+            "large."
+        )
     seen_in = Counter(word for text in passages.values() for word in set(_words(text)))
     for name in sorted(passages):
         words = _words(passages[name])

@@ -42,7 +42,8 @@ class Decoding:
         require_whole("task", self, 1, "max_new_tokens")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ConfigurationError(
-                f"min_new_tokens={self.min_new_tokens} is not between 0 and max_new_tokens={self.max_new_tokens}."
+                f"task.min_new_tokens={self.min_new_tokens} is not between 0 and "
+                f"task.max_new_tokens={self.max_new_tokens}."
             )
 
 
@@ -75,8 +76,8 @@ def choose_tokens(
     log_mass = torch.logsumexp(logits.double(), dim=1)
     if not bool(torch.isfinite(log_mass).all()):
         raise UnsupportedModelError(
-            "The generator gives NaN or infinite scores: its weights are broken. Check the run that made it "
-            "(learning rate, noise, precision)."
+            "The generator gives NaN or infinite scores: its weights are broken. Check the run that trained "
+            "it (learning rate, noise, precision)."
         )
     scores, scaled_mass = logits, log_mass
     if forbidden or decoding.temperature != 1:
@@ -193,7 +194,7 @@ def end_marks(model: PreTrainedModel) -> list[int]:
     end = model.config.eos_token_id
     if end is None:
         raise UnsupportedModelError(
-            f"The config of {type(model).__name__} names no eos_token_id: no query would ever end."
+            f"The config of {type(model).__name__} names no eos_token_id, so no query would end. Set it in config.json."
         )
     return [int(mark) for mark in (end if isinstance(end, list | tuple) else [end])]
 
@@ -270,7 +271,10 @@ def target_scores(
         read = passages.repeated(len(part)) if shared else passages.part(slice(first, first + len(part)))
         logits = read.teacher_forced(ids)
         if not bool(torch.isfinite(logits).all()):
-            raise UnsupportedModelError("The generator gives NaN or infinite scores: its weights are broken.")
+            raise UnsupportedModelError(
+                "The generator gives NaN or infinite scores: its weights are broken. Check the run that trained it "
+                "(learning rate, noise, precision)."
+            )
         for row, target in enumerate(part):
             tokens = torch.tensor(target, device=logits.device)
             own = logits[row, : len(target)]

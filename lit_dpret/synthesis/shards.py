@@ -20,7 +20,8 @@ from lit_dpret.privacy.ledger.chain import sync_folder
 MANIFEST_NAME = "manifest.jsonl"
 SHARDS_NAME = "shards"
 _ADVICE = (
-    "What is finished is kept: mend this (free some space, or give another out folder) and run the same command again."
+    "What is finished there is kept: fix the cause (a full disk, for example) and run the same command again, or "
+    "choose another output folder."
 )
 
 
@@ -87,7 +88,7 @@ class ShardStore:
         for index in range(self.count):
             path = shard_path(self.folder, index)
             if not self._is_whole(index):
-                raise DataError(f"{path} is missing or damaged. Run the same command again to make it again.")
+                raise DataError(f"{path} is missing or damaged. Run the same command again to recreate it.")
             with open(path, encoding="utf-8", errors="surrogatepass") as file:
                 for line in file:
                     yield json.loads(line)
@@ -124,7 +125,7 @@ class ShardStore:
             if (self.folder / SHARDS_NAME).is_dir() and any((self.folder / SHARDS_NAME).iterdir()):
                 raise ResumeError(
                     f"{self.folder / SHARDS_NAME} has files, but no {MANIFEST_NAME} that describes them. Choose "
-                    "another out folder, or delete this one."
+                    "another output folder, or delete this one."
                 ) from None
             write_chunks(self._manifest, [self._first_line()])
             return {}
@@ -132,11 +133,11 @@ class ShardStore:
             raise unwritable(self._manifest, error) from error
         first = next((fact for fact in facts if "configuration" in fact or "schema" in fact), {})
         if problem := schema_problem(first.get("schema"), SYNTHETIC_SCHEMA):
-            raise ResumeError(f"{self._manifest} cannot be gone on with: {problem}")
+            raise ResumeError(f"{self._manifest} cannot be continued: {problem} Choose another output folder.")
         before = first.get("configuration")
         if not isinstance(before, dict):
             raise ResumeError(
-                f"{self._manifest} does not state its configuration. Give another out folder, or delete this one."
+                f"{self._manifest} does not state its configuration. Choose another output folder, or delete this one."
             )
         self._refuse_change(before)
         return {int(fact["shard"]): str(fact["sha256"]) for fact in facts if "shard" in fact}
@@ -145,9 +146,9 @@ class ShardStore:
         for key in sorted(set(before) | set(self._configuration)):
             if before.get(key) != self._configuration.get(key):
                 raise ResumeError(
-                    f"{self.folder} was begun with {key}={_short(before.get(key))} and cannot go on with "
+                    f"{self.folder} was begun with {key}={_short(before.get(key))} and cannot continue with "
                     f"{key}={_short(self._configuration.get(key))}: it would mix two data sets. Restore it, or choose "
-                    "another out folder."
+                    "another output folder."
                 )
 
 

@@ -99,7 +99,7 @@ def synthesize(
     if not (source / CARD_NAME).is_file():
         raise DataError(
             f"{source} holds no {CARD_NAME}, so the claim of the queries would be unknown. Use a folder exported by a "
-            "generator run; a run with privacy=none has a card too, which says so."
+            "generator run; a run with privacy=none has a card too, which states no guarantee."
         )
     read_contract(source)  # names an artefact that is not a generator, before its card is judged
     check_artefact(source, read_card(source))  # an adapter next to the weights is loaded with them
@@ -218,8 +218,8 @@ def write_set(
     counts, hashes = write_dataset(folder, queries, texts)
     if counts.queries == 0:
         raise DataError(
-            f"All {counts.drawn} queries were empty: the generator writes nothing. Train it longer, "
-            "with less noise, or raise min_new_tokens."
+            f"All {counts.drawn} queries were empty: the generator writes nothing. Train it longer or with less noise, "
+            "or raise task.min_new_tokens."
         )
     environment = environment_facts(device=configuration["device"], precision=configuration["precision"])
     card = with_notes(card_of(hashes, environment), folder)
@@ -251,16 +251,16 @@ def _why_public(source: Path, declared: object) -> str:
     given = f"task.passages_are_public={str(declared).lower()}: "
     if not (source / CARD_NAME).is_file() or read_card(source)["claim"]["neighbours"] != "zero_out":
         return given + (
-            "writing queries only for passages that had private queries tells everybody which ones those are, and the "
-            "privacy claim would not cover it: taking a query away, or replacing it, would change that list. Give a "
+            "writing queries only for passages that had private queries reveals which passages those are, and the "
+            "privacy claim would not cover it: removing or replacing a query would change that list. Give a "
             "list that was fixed without looking at the queries (the whole corpus, or a public sample of it) and set "
             "task.passages_are_public=true."
         )
     return given + (
-        "the list of passages stands in the data set for everybody to read. If these are the passages that had private "
-        "queries, it tells which ones those are; the generator's claim (neighbours=zero_out) takes that as public, and "
-        "protects only what was asked about them. Set task.passages_are_public=true if that may be known, or if the "
-        "list was fixed without looking at the queries; else give the whole corpus, or a public sample of it."
+        "the data set publishes the list of passages. If these are the passages that had private queries, it reveals "
+        "which passages those are; the generator's claim (neighbours=zero_out) treats that as public, and protects "
+        "only what was asked about them. Set task.passages_are_public=true if that may be known, or if the list was "
+        "fixed without looking at the queries; otherwise give the whole corpus, or a public sample of it."
     )
 
 
@@ -292,14 +292,16 @@ def check_disk(folder: Path, texts: Mapping[str, str], *, draws: int, max_new_to
         raise unwritable(folder, error) from error
     if foreign:
         raise StorageError(
-            f"{folder / foreign[0]} exists and is not from this command; it will not be replaced. Choose another out."
+            f"{folder / foreign[0]} exists and is not from this command; it will not be replaced. Choose another "
+            "output folder."
         )
     text_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts.values())
     needed = int(1.1 * (1 + draws) * text_bytes) + len(texts) * (200 + draws * (500 + 3 * 6 * min(max_new_tokens, 32)))
     if free + finished < needed:
         raise StorageError(
             f"{folder} has {free / 1e6:.0f} MB free, and {len(texts)} passages with {draws} queries each need about "
-            f"{(needed - finished) / 1e6:.0f} MB. Free some space, give fewer passages, or another out folder."
+            f"{(needed - finished) / 1e6:.0f} MB. Free some space, give fewer passages, or choose another output "
+            "folder."
         )
 
 
@@ -319,7 +321,7 @@ def alone_in(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise StorageError(
-                f"{folder} is being written by another process. Wait for it, or give another out folder."
+                f"{folder} is being written by another process. Wait for it, or choose another output folder."
                 f"{left_behind(descriptor)}"
             ) from error
         yield

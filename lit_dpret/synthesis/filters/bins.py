@@ -61,7 +61,9 @@ class LengthBins(Bins):
     def __init__(self, *, edges: Sequence[int] = (4, 6, 8, 10, 13, 17)) -> None:
         self.edges = [int(edge) for edge in edges]
         if not self.edges or self.edges[0] < 1 or any(a >= b for a, b in zip(self.edges, self.edges[1:], strict=False)):
-            raise ConfigurationError(f"task.bins.edges={list(edges)} must be rising numbers of words from 1 on.")
+            raise ConfigurationError(
+                f"task.bins.edges={list(edges)} must be increasing numbers of words, each at least 1."
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,7 +86,7 @@ class LabelBins(Bins):
 
     def __init__(self, *, labels: str | Path | None = None, mapping: Mapping[str, str] | None = None) -> None:
         if (labels is None) == (mapping is None):
-            raise ConfigurationError("task.bins.labels: give a file of passage ids and labels.")
+            raise ConfigurationError("task.bins.labels: give either a file of passage ids and labels, or a mapping.")
         self.labels = dict(mapping) if mapping is not None else _read_labels(Path(str(labels)))
 
     def fit(self, passages: Callable[[], Mapping[str, str]]) -> None:
@@ -113,7 +115,7 @@ def _read_labels(path: Path) -> dict[str, str]:
     for number, line in enumerate(lines, start=1):
         name, tab, label = line.partition("\t")
         if not (name and tab and label.strip()):
-            raise DataError(f"{path}, line {number}: not a passage id, a tab and a label.")
+            raise DataError(f"{path}, line {number}: it must be a passage id, a tab and a label.")
         found[name] = label.strip()
     return found
 
@@ -181,7 +183,7 @@ class TopicBins(Bins):
 
     def _fitted(self) -> np.ndarray:
         if self._centroids is None:
-            raise ConfigurationError("The topics were not fitted to public passages yet: call fit first.")
+            raise ConfigurationError("The topics are not fitted to public passages yet. Call fit first.")
         return self._centroids
 
 
@@ -193,9 +195,8 @@ def require_public_encoder(encoder: str, is_public: bool, *, knob: str) -> tuple
     folder = Path(str(encoder)).expanduser()
     if folder.is_dir() and (trace := next(traces_of_training(folder), None)) is not None:
         raise PrivateDataError(
-            f"{knob}={encoder} has a privacy card, or is a part of what one describes, or was trained by a run that "
-            f"left its name ({trace[0]}): it was trained on private queries, and its bins would reveal them. Use "
-            "minilm or another public encoder."
+            f"{knob}={encoder} was trained in a run of this package, as {trace[0]} shows, so its bins could reveal "
+            "private queries. Use minilm or another public encoder."
         )
     if str(encoder) == "minilm" and not folder.is_dir():
         return ()

@@ -92,7 +92,7 @@ class QueryFilter(ABC):
         if len(scores) != len(released) or np.isnan(scores).any():
             raise DataError(
                 f"The filter {self.name} gave {len(scores)} scores for {len(released)} queries, "
-                f"{int(np.isnan(scores).sum())} of them not a number: its model is broken."
+                f"{int(np.isnan(scores).sum())} of them NaN: its model is broken. Choose another model."
             )
         return scores, self.keep(released, scores)
 
@@ -148,7 +148,8 @@ class _ByThreshold(QueryFilter):
         share = self.keep_share
         if (share is None) == (self.min_score is None):
             raise ConfigurationError(
-                f"keep_share={share} and min_score={self.min_score} of the filter {self.name}: give one of them."
+                f"keep_share={share} and min_score={self.min_score} of the filter {self.name}: give exactly one of "
+                "them."
             )
         if share is not None and not 0 < share <= 1:
             raise ConfigurationError(f"keep_share={share} of the filter {self.name} is not in (0, 1].")
@@ -191,7 +192,7 @@ class LanguageModelScore(_ByThreshold):
         if any(query.log_prob is None for query in released):
             raise ConfigurationError(
                 "The data set records no log_prob for some of its queries, so the filter language_model needs a model "
-                "to score them: set its model to a folder."
+                "to score them: set task.filters.language_model.model."
             )
         return []
 

@@ -44,21 +44,23 @@ class CrossEncoder:
         if missing := sorted(report["missing_keys"]):
             raise UnsupportedModelError(
                 f"{source} lacks {len(missing)} weights of a cross-encoder, {missing[0]} among them: it is another "
-                "kind of model, and its scores would be noise."
+                "kind of model, and its scores would be noise. Choose a trained cross-encoder."
             )
         if model.config.num_labels != 1:
             raise UnsupportedModelError(
                 f"{source} has {model.config.num_labels} outputs for a pair; a cross-encoder that scores relevance has "
-                "one."
+                "one. Choose such a model."
             )
         if tokenizer.pad_token_id is None:
             raise UnsupportedModelError(f"{source}: its tokenizer has no padding token, so it cannot batch pairs.")
         limits = [position_limit(model.base_model), tokenizer.model_max_length]
         known = min(int(limit) for limit in limits if limit)
         if max_length is None and known > 100_000:
-            raise ConfigurationError(f"{source} does not say how long a pair may be. Set max_length.")
+            raise ConfigurationError(f"{source} does not state how long a pair may be. Set max_length.")
         if max_length is not None and max_length > known:
-            raise ConfigurationError(f"max_length={max_length} is more than {source} can read, {known} tokens.")
+            raise ConfigurationError(
+                f"max_length={max_length} is more than the {known} tokens that {source} can read. Lower it."
+            )
         refuse_if_padding_counts(
             model, tokenizer("a query", "a passage")["input_ids"], tokenizer.pad_token_id,
             lambda features: model(**features).logits, longest=max_length or known,

@@ -61,7 +61,7 @@ class HistogramMatch(QueryFilter):
         require_composed(self.folder, released)
         histogram, bins = self._read()
         if len(bins.names) != len(histogram.target):
-            raise DataError(f"{self.folder}: the histogram has another number of counts than of bins.")
+            raise DataError(f"{self.folder}: the histogram's counts and bins differ in number. Restore its files.")
         return list(bins.trusts)
 
     def claim(self, released: ReleasedQueries) -> Path | None:
@@ -171,15 +171,15 @@ def require_composed(folder: Path, released: ReleasedQueries) -> None:
             second = True
     if second:
         raise PrivateDataError(
-            f"{folder} is a second histogram for queries that {released.claim or released.folder} chose among, and its "
-            "card does not compose that one: both went into the choice, and no claim would cover both. Choose by one "
-            "of them alone, or count both at once, by one task=histogram with finer bins."
+            f"{folder} is a second histogram for queries that were already selected by "
+            f"{released.claim or released.folder}, and its card does not compose that one, so no claim would cover "
+            "both. Select by one of them alone, or count both at once with finer bins in one task=histogram."
         )
     raise PrivateDataError(
-        f"The histogram in {folder} was charged to another ledger than these queries: its card does not start from "
-        "the generator that wrote them, so no claim covers both, and choosing by it would spend more than any card "
-        "says. Make one with task=histogram task.generator=RUN, RUN being the run of their generator. (Where an audit "
-        "wrote on the generator's card in between, that card has to lie within three folders of either.)"
+        f"The histogram in {folder} was charged to a different ledger from these queries: its card does not start from "
+        "the generator that wrote them, so no claim covers both, and selecting by it would spend more than any card "
+        "states. Create one with task=histogram task.generator=RUN, where RUN is the run of their generator. (If an "
+        "audit changed the generator's card in between, that card must be within three folders of either.)"
     )
 
 

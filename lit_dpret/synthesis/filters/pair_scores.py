@@ -57,7 +57,7 @@ def pair_workers(
             known = None
             for number, scores, weights in over(pieces):
                 if known not in (None, weights):
-                    raise WorkerError(f"{source} is not the same model on all workers. Put the same files there.")
+                    raise WorkerError(f"{source} is not the same model on all workers. Copy the same files to each.")
                 known = weights
                 yield number, scores
 

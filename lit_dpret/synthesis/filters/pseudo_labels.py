@@ -43,9 +43,11 @@ def mine(released: ReleasedQueries, ranker: Ranks, *, depth: int, per_query: int
     The draw is a function of (``seed``, query id) and of the query's ranking.
     """
     if not 1 <= per_query <= depth:
-        raise ConfigurationError(f"per_query={per_query} is not between 1 and depth={depth}.")
+        raise ConfigurationError(f"task.per_query={per_query} is not between 1 and task.depth={depth}.")
     if len(released.passages) < 2:
-        raise DataError("There is only one passage: no query has another one for comparison.")
+        raise DataError(
+            "There is only one passage, so no query has another one for comparison. Give all passages (task.corpus)."
+        )
     asked = {query.query_id: query.text for query in released}
     ranking = ranker.rank(asked, released.passages, k=min(depth + 1, len(released.passages)))
     names, found = ranking.passage_ids, dict[str, list[str]]()
@@ -146,7 +148,9 @@ def _pairs(released: ReleasedQueries, group: Sequence[Any], mined: dict[str, lis
 
 def _labels(group: Sequence[Any], mined: dict[str, list[str]], scores: np.ndarray) -> Iterator[LabelledNegative]:
     if not np.isfinite(scores).all():
-        raise DataError("The cross-encoder gave scores that are not finite: its weights are broken.")
+        raise DataError(
+            "The cross-encoder gave scores that are not finite: its weights are broken. Choose another one."
+        )
     place = 0
     for query in group:
         others = mined[query.query_id]

@@ -74,7 +74,7 @@ def require_released(value: object, what: str) -> ReleasedQueries:
         return value
     raise PrivateDataError(
         f"{what} takes ReleasedQueries, not {type(value).__name__}: its result would not be post-processing, and no "
-        "claim would cover it. Load a folder of synthetic queries by load_released."
+        "claim would cover it. Load a folder of synthetic queries with load_released."
     )
 
 
@@ -91,8 +91,8 @@ def require_of_its_folder(released: ReleasedQueries) -> None:
         text = released.passages.get(query.passage_id)
         if known.get(query.query_id) != (query.text, query.passage_id) or own.get(query.passage_id, text) != text:
             raise PrivateDataError(
-                f"Query number {number} to be written is not one of {released.folder} with its passage, so its privacy "
-                "card does not cover it. Write what load_released and its `only` returned."
+                f"Query number {number} to be written is not in {released.folder} with its passage, so the privacy "
+                "card there does not cover it. Write what load_released and its `only` returned."
             )
 
 
@@ -113,7 +113,9 @@ def load_released(
     place = Path(folder)
     parts = folder_parts(str(place), corpus=corpus, knob="task.data")
     if "train" not in parts["qrels"]:
-        raise DataError(f"{place} has no qrels/train.tsv: no query belongs to a passage.")
+        raise DataError(
+            f"{place} has no qrels/train.tsv, so no query has a passage. Give a folder that task=synthesize wrote."
+        )
     if (place / CARD_NAME).is_file():
         card = read_card(place)
         check_dataset_card(place / CARD_NAME)
@@ -123,7 +125,7 @@ def load_released(
     else:
         raise DataError(
             f"{place} holds no {CARD_NAME}, so the claim of its queries is unknown. Use a folder from task=synthesize, "
-            "or declare by task.queries_are_public=true that it contains nothing private."
+            "or declare with task.queries_are_public=true that it contains nothing private."
         )
     passages = open_corpus(parts["corpus"]).texts
     sources = _sources(parts["qrels"]["train"])
@@ -151,8 +153,8 @@ def _check_same_passages(place: Path, passages: Mapping[str, str], sources: Mapp
     for name in sources.values():
         if name in own and name in passages and own[name] != passages[name]:
             raise DataError(
-                f"task.corpus has another text for passage {name!r} than {place}, whose queries were written for the "
-                "latter. Use the original corpus, or leave it null."
+                f"task.corpus has a different text for passage {name!r} than {place}, for whose text the queries were "
+                "written. Use the original corpus, or leave it null."
             )
 
 
@@ -176,7 +178,7 @@ def _sources(path: Path) -> dict[str, str]:
         if found.setdefault(query, passage) != passage:
             raise DataError(
                 f"{file.where(number)}: query {query!r} has passages {found[query]!r} and {passage!r}; a synthetic "
-                "query is written for one."
+                "query is written for one. Keep one of the lines."
             )
     return found
 
@@ -214,14 +216,14 @@ def require_covered(
             derived = card["mechanism"].get("kind") == "post_processing" and bool(parents)
             if not derived or not (parents[0] in released.ancestors or _is_of_one_ledger(card, released)):
                 raise PrivateDataError(
-                    f"{knob}={model} was trained on private data of its own ({_claim(card)}), which the claim of the "
-                    "queries does not cover: filtering with it would spend more than their card says. Use a public "
+                    f"{knob}={model} was itself trained on private data ({_claim(card)}), which the claim of the "
+                    "queries does not cover: filtering with it would spend more than their card states. Use a public "
                     "model, the generator of the queries, or a retriever that was trained on them."
                 )
             if reason := _looked_at_private_data(card):
                 raise PrivateDataError(
-                    f"{knob}={model} was trained on released queries, but {reason}: a choice that it makes would spend "
-                    "more than their card says. Train one without, or take a public model."
+                    f"{knob}={model} was trained on released queries, but {reason}: selecting with it would spend more "
+                    "than their card states. Train one without this, or use a public model."
                 )
         check_artefact(folder, card)
         return _open_choice(card, model)
@@ -265,8 +267,8 @@ def declared(model: str | Path, is_public: bool, knob: str) -> Assumption:
     """Return the assumption that a model without a privacy card is public; refuse one not declared public."""
     if not is_public:
         raise ConfigurationError(
-            f"{knob}={model} has no privacy card, so it may have been trained on anything. Declare by "
-            f"{knob}_is_public=true that no private data went into it."
+            f"{knob}={model} has no privacy card, so it may have been trained on private data. Declare with "
+            f"{knob}_is_public=true that none went into it, or use another model."
         )
     return Assumption(
         text=f"No private data went into {shown(model)}, by which queries were embedded, scored or put into bins, as "

@@ -75,8 +75,7 @@ def apply_filters(
         if not kept.any():
             raise DataError(
                 f"None of {len(left)} queries passes the filter {one.name} ({_shown(one.settings())}): no training "
-                "data would remain. Lower the threshold, or check the generator: its queries may not fit their "
-                "passages."
+                "data would remain. Loosen the filter, or check the generator: its queries may not fit their passages."
             )
         shown = tuple(
             [(float(scores[i]), left.queries[i].text, left.queries[i].passage_id) for i in _spread(mask, examples)]
@@ -175,7 +174,7 @@ def write_selection(
 def check_is_new(folder: Path) -> None:
     """Refuse a folder that is not empty; `StorageError` names it."""
     if folder.exists() and any(folder.iterdir()):
-        raise StorageError(f"{folder} holds something already, and will not be replaced. Choose another folder.")
+        raise StorageError(f"{folder} is not empty, and will not be replaced. Choose another folder.")
 
 
 def _shown(settings: Mapping[str, Any]) -> str:

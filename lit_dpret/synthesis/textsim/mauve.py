@@ -78,10 +78,12 @@ def mauve(
     """
     p, q = _table(p_features, "p_features"), _table(q_features, "q_features")
     if p.shape[1] != q.shape[1]:
-        raise DataError(f"p_features have {p.shape[1]} columns and q_features {q.shape[1]}; one featuriser for both.")
+        raise DataError(
+            f"p_features have {p.shape[1]} columns and q_features {q.shape[1]}; use one featuriser for both."
+        )
     if not seeds or restarts < 1 or not scaling > 0:
         raise ConfigurationError(
-            f"MAUVE needs a seed, restarts of at least 1 and a positive scaling; seeds={list(seeds)}, "
+            f"MAUVE needs at least one seed, restarts of at least 1 and a positive scaling, not seeds={list(seeds)}, "
             f"restarts={restarts}, scaling={scaling}."
         )
     fewest = min(len(p), len(q))
@@ -168,7 +170,7 @@ def _k_means(points: Floats, k: int, restarts: int, seed: int) -> NDArray[np.int
 def _table(features: ArrayLike, name: str) -> Floats:
     table = np.asarray(features, dtype=np.float64)
     if table.ndim != 2 or not table.size:
-        raise DataError(f"{name} must be a table of one row per text, not of shape {table.shape}.")
+        raise DataError(f"{name} must be a table with one row per text, not an array of shape {table.shape}.")
     if not np.isfinite(table).all():
         raise DataError(f"{name} hold NaN or infinity in {int((~np.isfinite(table)).any(axis=1).sum())} rows.")
     return table
@@ -177,5 +179,5 @@ def _table(features: ArrayLike, name: str) -> Floats:
 def _histogram(shares: ArrayLike) -> Floats:
     found = np.asarray(shares, dtype=np.float64)
     if found.ndim != 1 or not len(found) or not (found >= 0).all() or abs(found.sum() - 1) > 1e-9:
-        raise DataError("A histogram is a list of shares from 0 that sum to 1.")
+        raise DataError("A histogram must be a list of non-negative shares that sum to 1.")
     return found

@@ -128,8 +128,8 @@ def test_a_selection_of_declared_queries_tells_of_a_declaration_and_claims_nothi
     shutil.copytree(whole, bare, ignore=shutil.ignore_patterns("privacy_card*"))
     out = write_selection(load_released(bare, declared_public=True), tmp_path / "out", applied=[])
     told, claimed = (out / "README.md").read_text(), (whole / "README.md").read_text()
-    assert "was declared" in told and "nobody checked" in told
-    for words in ("synthetic", "written by a program", "No private query", "no sample of what people asked"):
+    assert "declared that no private query" in told and "was not checked" in told
+    for words in ("synthetic", "written by a program", "No private query", "not a sample of what people asked"):
         assert words not in told.split("## Files")[0], words
     assert "written by a program" in claimed and "within the bounds" in claimed
 
