@@ -34,7 +34,7 @@ class Coins:
         """Toss a fair coin for each query, from the operating system."""
         heads = {query: bool(secrets.randbits(1)) for query in query_ids}
         if len(set(heads.values())) < 2:
-            raise DataError(f"{len(heads)} queries are too few to hold some of them out by coins.")
+            raise DataError(f"{len(heads)} queries are too few to hold some of them out by coins. Give more queries.")
         return cls(heads)
 
     @property
@@ -53,5 +53,5 @@ class Coins:
         facts = read_json(path, SCHEMA)
         heads = facts.get("heads")
         if not isinstance(heads, dict) or not heads or not all(isinstance(head, bool) for head in heads.values()):
-            raise DataError(f"{path} does not state for each query whether it was trained on.")
+            raise DataError(f"{path} does not state for each query whether it was trained on. Restore the file.")
         return cls(heads)

@@ -35,7 +35,7 @@ class Words:
         marks = (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id)
         end = next((mark for mark in marks if mark is not None), None)
         if end is None:
-            raise UnsupportedModelError("The tokenizer has neither an end mark nor a separator: no text would end.")
+            raise UnsupportedModelError("The tokenizer has no end, separator or padding token, so no text would end.")
         if max_tokens < 2:
             raise ConfigurationError(f"task.max_tokens={max_tokens} leaves no room for a word. Give at least 2.")
         self.tokenizer, self.max_tokens = tokenizer, max_tokens

@@ -132,7 +132,7 @@ def identify_requests(
     if not len(sent) or half < candidates - 1 or half < 1:
         raise DataError(
             f"{len(sent)} queries that were sent and {len(unsent)} others of the silo are too few for "
-            f"task.candidates={candidates}: it takes one, and {2 * (candidates - 1)} others. Lower task.candidates."
+            f"task.candidates={candidates}, which needs one and {2 * (candidates - 1)}. Lower task.candidates."
         )
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(unsent))
@@ -266,7 +266,7 @@ def separate_tokens(
     """
     for ids in (tokens, others):
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < len(rows.moved)):
-            raise DataError("A token has no row in the table that was attacked: it is of another tokenizer.")
+            raise DataError("A token has no row in the attacked table: it belongs to another tokenizer.")
     if touched_alone:
         tokens, others = tokens[rows.touched[tokens]], others[rows.touched[others]]
     if not len(tokens) or not len(others):

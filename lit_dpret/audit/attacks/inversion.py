@@ -43,7 +43,7 @@ def identify(
             "space. An attacker with another encoder needs a map between the spaces: see align."
         )
     if not 2 <= candidates <= len(embeddings):
-        raise ConfigurationError(f"task.candidates={candidates} must be from 2 to the {len(embeddings)} texts.")
+        raise ConfigurationError(f"task.candidates={candidates} must be between 2 and the {len(embeddings)} texts.")
     own, theirs = unit_rows(embeddings), unit_rows(guesses)
     rng, hits = np.random.default_rng(seed), 0
     for place in range(len(own)):
@@ -122,7 +122,7 @@ def embedding_gain(
 def shuffled_order(count: int, *, seed: int) -> NDArray[np.int64]:
     """Return a permutation without a fixed point: every text gets the embedding of another text."""
     if count < 2:
-        raise DataError(f"{count} texts cannot be shuffled.")
+        raise DataError(f"{count} texts cannot be shuffled: at least two are needed.")
     order = np.random.default_rng(seed).permutation(count)
     found = np.empty(count, dtype=np.int64)
     found[order] = np.roll(order, 1)

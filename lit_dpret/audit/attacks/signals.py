@@ -52,7 +52,7 @@ def encode_pairs(
     if len(queries) != len(passages) or not queries or len(pool) < 2:
         raise DataError(
             f"{len(queries)} queries, {len(passages)} passages and a pool of {len(pool)}: give a passage for each "
-            "query, and two public ones at least."
+            "query, and at least two public passages."
         )
 
     def embed(encoder: TextEncoder, texts: Sequence[str], side: Side) -> Floats:

@@ -167,6 +167,6 @@ def check_sentinels(reader: object, canary: Canary) -> None:
     if found is not None and len(found[1]) - len(found[0]) > _PIECES:
         raise ConfigurationError(
             f"Canary {canary.name} is of kind new_token, and this model has no unused tokens <extra_id_N>: its "
-            f"tokenizer makes {len(found[1]) - len(found[0])} tokens of one. Choose canaries.kinds=[echo], whose "
+            f"tokenizer splits one into {len(found[1]) - len(found[0])} tokens. Choose canaries.kinds=[echo], whose "
             "secrets are rare words."
         )

@@ -65,7 +65,8 @@ def coins_of(canaries: CanarySet) -> CoinFlips:
         if canary.copies != 1 or len(canary.candidates) < 2 or canaries.settings.get("include") != 0.5:
             raise ConfigurationError(
                 f"Canary {canary.name} has {canary.copies} copies, {len(canary.candidates)} candidates and "
-                f"include={canaries.settings.get('include')}: a one-run audit takes one copy, a twin and a fair coin."
+                f"include={canaries.settings.get('include')}: a one-run audit needs one copy, at least two candidates "
+                "and include=0.5, a fair coin."
             )
     rows: list[Row] = []
     twins: list[Row] = []
@@ -107,7 +108,7 @@ def read_image_coins(path: Path) -> CoinFlips:
     try:
         return _made(path.read_text(encoding="utf-8"))
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} is malformed.") from error
+        raise DataError(f"{path} is malformed: a field is missing or has a wrong value. Restore it.") from error
 
 
 def _made(text: str) -> CoinFlips:
@@ -127,7 +128,7 @@ def _made(text: str) -> CoinFlips:
 KNOBS = Knobs(
     queries="callbacks.audit.queries",
     count="callbacks.audit.canaries",
-    shorter="take canaries with shorter queries: a file of them as callbacks.audit.queries, or another kind",
+    shorter="use shorter queries (a file of them as callbacks.audit.queries) or another callbacks.audit.kind",
 )
 """The names of the settings that errors about an audit's canaries mention."""
 
@@ -160,7 +161,7 @@ def coins_in_run(
     if not path.is_file():
         raise ResumeError(
             f"The run in {run_dir} was begun without the canaries of callbacks.audit, or {CANARIES} was lost: "
-            "nothing can be planted any more. Restore the file, or set callbacks.audit to null if there was none."
+            "nothing can be planted now. Restore the file, or set callbacks.audit to null if there was none."
         )
     if images:
         found = read_image_coins(path)

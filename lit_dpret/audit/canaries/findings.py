@@ -176,7 +176,7 @@ def cells_of(
         tables: How many calls share that error.
     """
     if not outcomes:
-        raise DataError("There is no canary to make a table of.")
+        raise DataError("There is no canary, so there is no table.")
     groups: dict[tuple[str, int, str], list[Outcome]] = {}
     pools = len({outcome.kind for outcome in outcomes} & set(PAPER_KINDS)) > 1
     for outcome in outcomes:

@@ -217,7 +217,7 @@ def score_pairs(towers: Towers, canaries: Sequence[Canary], *, progress: Progres
     if len(texts) == 1:
         raise ConfigurationError(
             "All canaries have the same passage, and a dual encoder must distinguish a query's passage from others. "
-            "Plant canaries of kind random_passage or own_passage, several of them."
+            "Plant several canaries of kind random_passage or own_passage."
         )
 
     def score(canary: Canary) -> SecretScore:

@@ -45,12 +45,12 @@ QUERY_SIDE_ONLY = ("echo", "new_token")
 EVALUATION_SPLITS = ("dev", "test")
 PSEUDO = "pseudo"
 _OF_PEOPLE = (
-    "would train a released model on people's queries, in all copies of a canary, and the claim covers one. Use "
-    "pseudo, or a file of public queries; experiment=canaries, which keeps no model, may use a split."
+    "would train a released model on people's queries, in every copy of a canary, and the claim covers one copy. Use "
+    "pseudo, or a file of public queries. Only experiment=canaries, which keeps no model, may use a split."
 )
 _COPIED = (
     "a canary would be trained on it even if its owner's record is removed, in copies that the claim does not count. "
-    "Remove it from the file, or take public queries."
+    "Remove it from the file, or use public queries."
 )
 _MOST_PASSAGES = 2000  # used as a source of queries or words
 
@@ -88,7 +88,7 @@ class _Material:
         """The distinct words of some passages: drawn uniformly, they are rare ones that make no sense together."""
         words = {word for text in self.some("vocabulary").values() for word in text.lower().split() if word.isalpha()}
         if len(words) < 2:
-            raise DataError("The public passages have too few words to make an echo canary from.")
+            raise DataError("The public passages have too few words for an echo canary. Choose another kind.")
         return sorted(words)
 
 
@@ -154,22 +154,22 @@ class CanarySuite:
                 )
         if not self.repetitions or len(set(self.repetitions)) < len(self.repetitions) or min(self.repetitions) < 1:
             raise ConfigurationError(
-                f"canaries.repetitions={list(self.repetitions)} must be whole numbers from 1, each once."
+                f"canaries.repetitions={list(self.repetitions)} must be integers of at least 1, each once."
             )
         least = {"count": 1, "candidates": 2, "query_words": 1, "passage_words": 1, "suffix_words": 1, "new_tokens": 2}
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
                 raise ConfigurationError(f"canaries.{name}={getattr(self, name)} must be at least {lowest}.")
         if self.seed is not None and (not is_whole(self.seed) or self.seed < 0):
-            raise ConfigurationError(f"canaries.seed={self.seed!r} must be a whole number from 0, or null.")
+            raise ConfigurationError(f"canaries.seed={self.seed!r} must be a non-negative integer, or null.")
         if self.include not in (0.5, 1.0):
             raise ConfigurationError(
-                f"canaries.include={self.include:g} must be 1, or 0.5: a one-run audit takes fair coins."
+                f"canaries.include={self.include:g} must be 1, or 0.5 for the fair coins of a one-run audit."
             )
         if "new_token" in self.kinds and self.new_tokens**2 < self.candidates:
             raise ConfigurationError(
                 f"canaries.new_tokens={self.new_tokens} make {self.new_tokens**2} pairs, fewer than "
-                f"canaries.candidates={self.candidates}. Lower the second."
+                f"canaries.candidates={self.candidates}. Raise the first, or lower the second."
             )
         if not list(self._combinations()):
             raise ConfigurationError(
@@ -209,7 +209,7 @@ class CanarySuite:
         if len(known) < len(planned):
             raise DataError(
                 f"{knobs.queries}={self.queries} gives {len(known)} queries for {len(planned)} canaries. Lower "
-                f"{knobs.count}, or take another source."
+                f"{knobs.count}, or use another source."
             )
         order = iter(material.coins("queries").permutation(len(known)))
         canaries: list[Canary] = []
@@ -356,8 +356,8 @@ def _read_queries(path: Path, knob: str) -> dict[str, str]:
     for number, line in enumerate(lines, start=1):
         if "\t" in line.strip() or line.lstrip()[:1] in ("{", "["):
             raise DataError(
-                f"{knob}={path} line {number} is a row of a table or JSON, and the file's name says a query in each "
-                "line. Name it .tsv or .jsonl, with a column text.",
+                f"{knob}={path} line {number} is a row of a table or JSON, but a file of this name holds one query per "
+                "line. Rename it to .tsv or .jsonl, with a column text.",
                 kind="unreadable file",
             )
     return {f"line {number}": line for number, line in enumerate(lines, start=1)}

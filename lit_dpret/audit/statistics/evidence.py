@@ -95,7 +95,7 @@ def check_delta(delta: float) -> None:
 def check_count(name: str, value: int, *, least: int = 0) -> None:
     """Refuse a ``value`` that is not an integer, or below ``least``."""
     if not is_whole(value) or value < least:
-        raise ConfigurationError(f"{name}={value!r} must be a whole number, at least {least}.")
+        raise ConfigurationError(f"{name}={value!r} must be an integer of at least {least}.")
 
 
 def check_hits(hits: int, trials: int, *, names: tuple[str, str] = ("hits", "trials")) -> None:

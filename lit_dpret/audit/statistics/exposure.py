@@ -62,7 +62,7 @@ def mean_rank(ranks: ArrayLike, candidates: int) -> float:
     values = _references(ranks)
     worst = values[(values < 1) | (values > candidates) | (values != np.round(values))]
     if worst.size:
-        raise DataError(f"{worst.size} ranks, {worst[0]:g} for one, are not whole numbers from 1 to {candidates}.")
+        raise DataError(f"{worst.size} ranks, such as {worst[0]:g}, are not integers from 1 to {candidates}.")
     return float(values.mean())
 
 
@@ -83,7 +83,7 @@ def _log_cdf(x: float, shape: float, location: float, scale: float) -> float:
 def _references(values: ArrayLike) -> NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0:
-        raise DataError(f"One row of values is needed, not an array of shape {array.shape}.")
+        raise DataError(f"A one-dimensional list of values is needed, not an array of shape {array.shape}.")
     if not np.isfinite(array).all():
         raise DataError(f"{int((~np.isfinite(array)).sum())} of {array.size} values are NaN or infinite.")
     return array

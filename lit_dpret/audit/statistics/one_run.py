@@ -165,7 +165,7 @@ def both_ends(scores: CanaryScores) -> list[tuple[int, int]]:
     """
     sizes = sorted({int(share * len(scores) / 2) for share in SHARES} - {0}, reverse=True)
     if not sizes:
-        raise ConfigurationError(f"{len(scores)} canaries are too few to guess one at either end: plant more.")
+        raise ConfigurationError(f"{len(scores)} canaries are too few to guess one at each end. Plant more.")
     return [guess_extremes(scores, highest=size, lowest=size) for size in sizes]
 
 

@@ -54,7 +54,9 @@ def mean_rank_point(
     check_count("candidates", candidates, least=2)
     terms = Terms(delta=delta, confidence=0.5, copies=copies)  # a point value: its confidence is not used
     if not 1 <= mean <= candidates:
-        raise ConfigurationError(f"mean={mean} of ranks among {candidates} candidates must lie from 1 to {candidates}.")
+        raise ConfigurationError(
+            f"mean={mean} of ranks among {candidates} candidates must be between 1 and {candidates}."
+        )
     expected = (candidates + 1) / 2 if chance is None else chance
 
     def allowed(eps: float) -> bool:
@@ -177,7 +179,7 @@ def _check_top(top: int, candidates: int) -> None:
     check_count("candidates", candidates, least=2)
     check_count("top", top, least=1)
     if top >= candidates:
-        raise ConfigurationError(f"top={top} of candidates={candidates}: every secret is among those.")
+        raise ConfigurationError(f"top={top} must be below candidates={candidates}, or every secret would be a hit.")
 
 
 def _chance_of_hits(hits: int, canaries: int, rate: float, beyond: float) -> float:

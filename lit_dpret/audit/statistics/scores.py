@@ -27,9 +27,9 @@ class Counts:
     def __post_init__(self) -> None:
         values = (self.tp, self.fn, self.fp, self.tn)
         if any(not is_whole(v) or v < 0 for v in values):
-            raise DataError(f"Counts (tp, fn, fp, tn) = {values} must be whole numbers from 0 on.")
+            raise DataError(f"Counts (tp, fn, fp, tn) = {values} must be non-negative integers.")
         if self.members == 0 or self.others == 0:
-            raise DataError(f"Counts (tp, fn, fp, tn) = {values} need a member and a non-member at least.")
+            raise DataError(f"Counts (tp, fn, fp, tn) = {values} need at least one member and one non-member.")
 
     @property
     def members(self) -> int:

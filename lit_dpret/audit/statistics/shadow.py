@@ -123,7 +123,8 @@ def balanced_halves(texts: int, models: int, *, seed: int) -> NDArray[np.bool_]:
     """
     if not is_whole(models) or models < FEWEST or models % 2:
         raise ConfigurationError(
-            f"shadows={models} must be an even number from {FEWEST} on: each text is in half of their training data."
+            f"shadows={models} must be an even number of at least {FEWEST}: each text is in half of their training "
+            "data."
         )
     if texts < 1:
         raise DataError("There is no text to divide among shadow models.")
@@ -168,7 +169,7 @@ def shadow_scores(target: Signals, matrix: ShadowMatrix, *, population: NDArray[
             compares the others. They must not be among the attacked texts.
     """
     if not len(population):
-        raise DataError("RMIA needs texts that the target was not trained on, besides the attacked ones.")
+        raise DataError("RMIA needs texts that the target was not trained on, in addition to the attacked ones.")
     spread: Spread = "example" if len(matrix.included) >= ENOUGH_FOR_OWN_SPREAD else "pooled"
     found: dict[str, Floats] = {}
     for name in COMPARED:
@@ -238,7 +239,7 @@ def _read(
         raise DataError("A signal is NaN or infinite.")
     lacking = int(((~members).sum(axis=0) == 0).sum()) + (sides - 1) * int((members.sum(axis=0) == 0).sum())
     if lacking:
-        raise DataError(f"{lacking} of {matrix.shape[1]} examples lack models on one side: train more shadow models.")
+        raise DataError(f"{lacking} of {matrix.shape[1]} examples lack models on one side. Train more shadow models.")
     return values, matrix, members
 
 
@@ -247,5 +248,5 @@ def _relative(probabilities: ArrayLike, shadow: ArrayLike, slope: float) -> Floa
     if values.ndim != 1 or values.size == 0 or matrix.ndim != 2 or matrix.shape[1:] != values.shape or not len(matrix):
         raise DataError(f"Probabilities of shape {values.shape} do not go with shadow ones of shape {matrix.shape}.")
     if not (((values > 0) & (values <= 1)).all() and ((matrix > 0) & (matrix <= 1)).all()):
-        raise DataError("A probability does not lie above 0 and up to 1.")
+        raise DataError("Probabilities must be above 0 and at most 1.")
     return np.asarray(values / (((1 + slope) * matrix.mean(axis=0) + 1 - slope) / 2))

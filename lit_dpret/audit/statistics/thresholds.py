@@ -91,7 +91,9 @@ def audit(
         case Split(share=share, seed=seed):
             eps, threshold = _split(scores, bound, share, terms, np.random.default_rng(seed))
         case _:
-            raise ConfigurationError(f"{strategy!r} is no way to choose a threshold.")
+            raise ConfigurationError(
+                f"{strategy!r} is not a way to choose a threshold: give Explicit, Bonferroni or Split."
+            )
     return terms.evidence(method, eps, assumption, threshold=threshold, tests=tests)
 
 
@@ -117,7 +119,7 @@ def _split(
     first = rng.permutation(len(scores)) < round(share * len(scores))
     of_members, of_others = first[: len(scores.in_scores)], first[len(scores.in_scores) :]
     if min(of_members.sum(), (~of_members).sum(), of_others.sum(), (~of_others).sum()) == 0:
-        raise DataError(f"A split of {len(scores)} canaries left a part without members or without others: add more.")
+        raise DataError(f"A split of {len(scores)} canaries left a part without members or without others. Plant more.")
     choosing = CanaryScores(scores.in_scores[of_members], scores.out_scores[of_others])
     judging = CanaryScores(scores.in_scores[~of_members], scores.out_scores[~of_others])
     _, threshold = _best(choosing, bound, terms.error, terms)

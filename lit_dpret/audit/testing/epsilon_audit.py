@@ -62,7 +62,7 @@ def check_epsilon(probe: Probe, unit: int, weight: float, eps: float, delta: flo
     can = most_that_can_be_shown(trials, delta)
     if can <= eps:
         raise ConfigurationError(
-            f"trials={trials} releases can show an epsilon of {can:.3g} at most, so they could not refute eps={eps:g}. "
+            f"trials={trials} releases can show an epsilon of at most {can:.3g}, so they could not refute eps={eps:g}. "
             "Raise trials, or test with a smaller eps: the noise is calibrated to it, and the code is the same."
         )
     probe.weights = {unit: LOUD * weight}
@@ -79,7 +79,7 @@ def check_epsilon(probe: Probe, unit: int, weight: float, eps: float, delta: flo
     found = epsilon_lower_bound(p, q, delta)
     if found > eps:
         raise PrivacyViolation(
-            f"epsilon: {trials} releases of two neighbouring batches can be told apart so well that epsilon is over "
+            f"epsilon: {trials} releases of two neighbouring batches differ so clearly that epsilon exceeds "
             f"{found:.3g} at delta={show_delta(delta)} (confidence {CONFIDENCE:.4f}), more than the claimed {eps:g}."
         )
     return found

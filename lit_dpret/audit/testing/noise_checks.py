@@ -61,7 +61,7 @@ def check_noise_of_empty_steps(probe: Probe) -> float:
     _check_keys(probe)
     _check_coordinates(squares, DRAWS, std)
     if len(seen) < DRAWS and sum(p.numel() for p in probe.parameters.values()) > 3:  # fewer may agree by chance
-        raise PrivacyViolation(f"noise: two steps get the same noise, of the first {DRAWS}.")
+        raise PrivacyViolation(f"noise: two of the first {DRAWS} steps get the same noise.")
     return _check_deviation(squares, DRAWS, std)
 
 
@@ -105,7 +105,7 @@ class Correlation:
 def _noise(probe: Probe, step: Step) -> Noise:
     missing = sorted(probe.parameters.keys() - step.gradients.keys())
     if missing:
-        raise PrivacyViolation(f"noise: parameter {missing[0]} is trainable and got no update at all, so no noise.")
+        raise PrivacyViolation(f"noise: parameter {missing[0]} is trainable and got no update, so no noise.")
     noise = step.noise()
     for name, values in noise.items():
         if not bool(values.isfinite().all()):

@@ -103,7 +103,7 @@ def assert_private(
     try:
         if other := sorted(effort.keys() - Effort.__dataclass_fields__.keys()):
             takes = ", ".join(Effort.__dataclass_fields__)
-            raise ConfigurationError(f"assert_private takes no {other[0]}: beside its own arguments it takes {takes}.")
+            raise ConfigurationError(f"assert_private has no argument {other[0]}. Its further arguments are {takes}.")
         tested = _private_module(module, per_row_loss, privacy, eps)
         return _tested(tested, batch, eps, delta, unit_ids, Effort(**effort))
     except (PrivacyViolation, ConfigurationError) as error:
@@ -174,7 +174,7 @@ def _private_module(
     if isinstance(module, PrivateModule):
         if loss is not None or privacy is not None:
             raise ConfigurationError(
-                f"{type(module).__name__} is a PrivateModule and brings its loss and its privacy mode along; leave out "
+                f"{type(module).__name__} is a PrivateModule, which has its own loss and privacy mode. Leave out "
                 "per_row_loss and privacy."
             )
         return module

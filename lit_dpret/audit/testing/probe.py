@@ -63,7 +63,9 @@ class Inputs:
                 f"unit_ids must give each of the {count} rows a unit, counted from 0 without gaps."
             )
         if len(units) < 2:
-            raise ConfigurationError("batch holds fewer than two units: neighbours of it say nothing. Give three.")
+            raise ConfigurationError(
+                "batch holds fewer than two units, so its neighbours would show nothing. Give three or more."
+            )
         return cls(rows, ids)
 
     @property

@@ -80,7 +80,8 @@ def check_sensitivity(probe: Probe, quiet: dict[int, float]) -> tuple[float, int
     probe.weights = {}
     if worst < 0.5:
         raise ConfigurationError(
-            f"batch: its loudest unit moves the sum by {worst:.2g} of the bound, so clipping was not put to the test."
+            f"batch: its loudest unit moves the sum by {worst:.2g} of the bound, so the bound was not tested. "
+            "The mode may clip to less than its plan states."
         )
     return worst, which
 
@@ -98,7 +99,7 @@ def check_independence(probe: Probe, quiet: dict[int, float]) -> None:
     for slot, unit in enumerate(units):
         others = [s for s in range(len(units)) if s != slot]
         masked = probe.step(units, masked=others).sums
-        _same(probe, masked, alone[unit], 1, f"unit {unit} beside padding that must not count and alone")
+        _same(probe, masked, alone[unit], 1, f"unit {unit} next to padding that must not count, and alone")
     given = probe.inputs
     probe.inputs = given.collated(probe.module)
     for slot, unit in enumerate(units):
@@ -108,7 +109,7 @@ def check_independence(probe: Probe, quiet: dict[int, float]) -> None:
         # Dropout masks are keyed by the step, so equal shapes get equal masks.
         with evaluation_mode(probe.module, train=True):
             before, after = probe.step(units, masked=others).sums, probe.step([unit] * len(units), masked=others).sums
-        _same(probe, before, after, 1, f"unit {unit} in training mode beside other units and beside copies of itself")
+        _same(probe, before, after, 1, f"unit {unit} in training mode next to other units and next to copies of itself")
     probe.inputs, probe.weights = given, {}
 
 
@@ -139,7 +140,7 @@ def _same(probe: Probe, a: dict[str, Tensor], b: dict[str, Tensor], units: int, 
     if not apart <= units * probe.bound * tolerance(probe):
         raise PrivacyViolation(
             f"independence: the sums of {what} differ by {apart:.4g} (the bound on one unit is {probe.bound:.4g}): "
-            "what a unit contributes depends on its company, so clipping each unit bounds nothing."
+            "what a unit contributes depends on the other units, so clipping each unit bounds nothing."
         )
 
 

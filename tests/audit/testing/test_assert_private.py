@@ -132,7 +132,7 @@ NET, ZEROS = nn.Linear(2, 1), {"x": torch.zeros(4, 2)}
         (None, lines(3), {"trials": 20}, "could not refute eps=1"),
         (None, lines(3), {"privacy": DPSGD(eps=1.0)}, "leave out"),
         (None, lines(3), {"rounds": 20}, "rounds"),
-        (None, lines(), {"eps": 4.0}, r"trials=500 releases can show an epsilon of 3\.62 at most"),
+        (None, lines(), {"eps": 4.0}, r"trials=500 releases can show an epsilon of at most 3\.62"),
         (Loose(privacy=DPSGD(eps=1.0)), lines(), {}, "collate_rows returned a tuple"),
         (NET, ZEROS, {"per_row_loss": lambda rows: 0 * NET(rows["x"])[:, 0]}, "fewer than two of its units have a"),
         (NET, ZEROS, {}, "per_row_loss"),

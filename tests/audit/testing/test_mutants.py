@@ -222,7 +222,7 @@ MUTANTS: dict[str, tuple[Mutate, str]] = {
     "nothing is clipped": (no_clipping, "sensitivity: the clipped sum"),
     "the mean is clipped instead of each unit": (after_averaging, "independence: .* and each of them alone"),
     "each parameter is clipped to the whole bound": (each_parameter_to_the_whole_bound, "sensitivity: the clipped sum"),
-    "padding counts": (padding_counts, "beside padding"),
+    "padding counts": (padding_counts, "next to padding"),
     "the loss is divided by the batch size": (loss_over_the_batch, "independence: .* and each of them alone"),
     "the clip factor is that of the mean norm": (norms_over_the_batch, "sensitivity: the clipped sum"),
 }  # fmt: skip
