@@ -273,7 +273,7 @@ def load_generator(folder: str | Path) -> GeneratorModel:
     """Load what ``save_generator`` wrote; weights in float32, dropout off."""
     folder = Path(folder)
     contract = read_contract(folder)
-    model = load_language_model(folder)
+    model = load_language_model(folder, knob="")
     if virtual := contract.virtual_ids:
         rows = model.get_input_embeddings().num_embeddings
         if virtual != tuple(range(rows - len(virtual), rows)):
@@ -283,7 +283,7 @@ def load_generator(folder: str | Path) -> GeneratorModel:
                 "folder."
             )
         drop_virtual_tokens(model, len(virtual))
-    codec = TextCodec(load_tokenizer(folder), contract, continues=not model.config.is_encoder_decoder)
+    codec = TextCodec(load_tokenizer(folder, knob=""), contract, continues=not model.config.is_encoder_decoder)
     return GeneratorModel(model.eval(), codec, folder)
 
 

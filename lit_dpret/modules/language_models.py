@@ -30,31 +30,40 @@ PUBLIC_T5 = "public_t5"
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, StrictDataclassError)
 
 
-def load_tokenizer(source: str | Path | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    source: str | Path | PreTrainedTokenizerBase, *, knob: str = "model.pretrained"
+) -> PreTrainedTokenizerBase:
     """Return a tokenizer by hub name, folder, ``public_t5``, ``smollm2``, or itself.
 
     A tokenizer without a padding mark, such as those of GPT-2 and Llama, pads with its end mark: padding is never read.
+    ``knob`` is as for `load_language_model`.
     """
     if isinstance(source, PreTrainedTokenizerBase):
         tokenizer = source
     else:
-        place = _place(source)
+        place = _place(source, knob)
         try:
             tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=_is_local(place))
         except _LOADING_ERRORS as error:
-            raise _unloadable(source, error, "tokenizer") from error
+            raise _unloadable(source, error, "tokenizer", knob) from error
     if tokenizer.eos_token_id is None:
         raise UnsupportedModelError(
-            f"model.pretrained={source}: its tokenizer has no eos_token, and a generator must learn where a query ends."
+            f"{_said(source, knob)}: its tokenizer has no eos_token, and a generator must learn where a query ends. "
+            "Choose another, or set eos_token in its tokenizer_config.json."
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def load_language_model(source: str | Path, *, dropout: float | None = None) -> PreTrainedModel:
-    """Return the model of a hub name, folder, ``public_t5`` or ``smollm2``, in float32."""
-    place = _place(source)
+def load_language_model(
+    source: str | Path, *, dropout: float | None = None, knob: str = "model.pretrained"
+) -> PreTrainedModel:
+    """Return the model of a hub name, folder, ``public_t5`` or ``smollm2``, in float32.
+
+    ``knob`` is the setting that errors name; if empty, they name the source alone.
+    """
+    place = _place(source, knob)
     try:
         config = AutoConfig.from_pretrained(place, local_files_only=_is_local(place))
         if dropout is not None:
@@ -63,11 +72,11 @@ def load_language_model(source: str | Path, *, dropout: float | None = None) -> 
             place, config=config, dtype=torch.float32, output_loading_info=True, local_files_only=_is_local(place)
         )
     except _LOADING_ERRORS as error:
-        raise _unloadable(source, error, "language model") from error
+        raise _unloadable(source, error, "language model", knob) from error
     if missing := sorted(report["missing_keys"]):
         raise UnsupportedModelError(
-            f"model.pretrained={source} lacks {len(missing)} of its weights ({missing[0]}, ...): they would be noise. "
-            "It may be an encoder only, or a download that broke off."
+            f"{_said(source, knob)} lacks {len(missing)} of its weights ({missing[0]}, ...), which would be random. It "
+            "may be an encoder alone, or an incomplete download. Choose another model, or download it again."
         )
     return _checked(model, source)
 
@@ -155,7 +164,7 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
-def _place(source: str | Path) -> str:
+def _place(source: str | Path, knob: str = "model.pretrained") -> str:
     if str(source) == PUBLIC_T5:
         from lit_dpret.assets import public_t5_path  # here, so that only its users need the asset
 
@@ -166,7 +175,7 @@ def _place(source: str | Path) -> str:
     if path.is_dir():
         return str(path)
     if path.exists() or path.is_absolute() or str(source).startswith((".", "~")):
-        raise UnsupportedModelError(f"model.pretrained={source} is not a folder. Give a model folder or a hub name.")
+        raise UnsupportedModelError(f"{_said(source, knob)} is not a folder. Give a model folder or a hub name.")
     return str(source)
 
 
@@ -223,12 +232,19 @@ def _set_dropout(config: Any, dropout: float) -> None:
         )
 
 
-def _unloadable(source: object, error: BaseException, what: str) -> Exception:
+def _unloadable(source: object, error: BaseException, what: str, knob: str = "model.pretrained") -> Exception:
     if isinstance(error, ConfigurationError | UnsupportedModelError):
         return error
     if isinstance(source, Path) or Path(str(source)).expanduser().is_dir() or str(source) in (PUBLIC_T5, SMOLLM2):
-        return UnsupportedModelError(f"model.pretrained={source} holds no usable {what}: {first_line(error)}")
+        return UnsupportedModelError(f"{_said(source, knob)} holds no usable {what}: {first_line(error)}")
     return UnsupportedModelError(
-        f"model.pretrained={source} is not a local folder, is not in the Hugging Face cache, and could not be "
-        f"downloaded: {first_line(error)} Set a folder, or model.pretrained={PUBLIC_T5}."
+        f"{_said(source, knob)} is not a local folder, is not in the Hugging Face cache, and could not be downloaded: "
+        f"{first_line(error)} Give a folder, or {PUBLIC_T5}."
     )
+
+
+def _said(source: object, knob: str) -> str:
+    """Return how an error names the source of a model or tokenizer; an object without a name goes by its setting."""
+    if not isinstance(source, (str, Path)):
+        return knob
+    return f"{knob}={source}" if knob else str(source)

@@ -138,7 +138,7 @@ class GeneratorOutline:
                 raise ConfigurationError(
                     "model.pretrained=null needs model.tokenizer, or a vocab_size in model.config, to be planned."
                 )
-            shape = config_of_new(config or {}, load_tokenizer(tokenizer))
+            shape = config_of_new(config or {}, load_tokenizer(tokenizer, knob="model.tokenizer"))
         with torch.device("meta"):
             model: Any = shaped(shape)
             if gradient_checkpointing:

@@ -146,7 +146,7 @@ class QueryGenerator(PrivateModule):
             raise ConfigurationError("model.pretrained=null needs model.tokenizer: a new model has no vocabulary.")
         chosen = {"trainable_patterns": trainable_patterns, "lora": lora, "prompt_tuning": prompt_tuning}
         refuse_two_choices(chosen)
-        known = load_tokenizer(source)
+        known = load_tokenizer(source, knob="model.pretrained" if tokenizer is None else "model.tokenizer")
         if pretrained is not None:
             refuse_tuned_prompt(pretrained)
             model = load_language_model(pretrained, dropout=dropout)

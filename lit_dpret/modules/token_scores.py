@@ -63,11 +63,11 @@ class TokenScorer:
             generator = load_generator(source)
             return cls(generator.model.to(torch.device(device)), generator.codec)
         known = GeneratorContract(prompt=prompt) if contract is None else replace(contract, virtual_ids=())
-        model = load_language_model(source)
+        model = load_language_model(source, knob="")
         continues = not model.config.is_encoder_decoder
         if continues and PASSAGE not in known.prompt:
             known = replace(known, prompt=DecoderOnly.default_prompt)
-        codec = TextCodec(load_tokenizer(source), known, continues=continues)
+        codec = TextCodec(load_tokenizer(source, knob=""), known, continues=continues)
         return cls(model.to(torch.device(device)), codec)
 
     @torch.inference_mode()

@@ -26,6 +26,7 @@ from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelE
 from lit_dpret.modules.embedding_trainer import save_net
 from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorModel, load_generator, weights_hash
 from lit_dpret.modules.query_generator import QueryGenerator
+from lit_dpret.modules.token_scores import TokenScorer
 from lit_dpret.modules.virtual_tokens import PromptedEmbedding
 from lit_dpret.privacy.ledger.trained import note_built
 from lit_dpret.privacy.modes import NoPrivacy
@@ -136,6 +137,27 @@ def test_what_holds_no_generator_is_refused_in_one_line(tmp_path: Path, monkeypa
     with pytest.raises(UnsupportedModelError, match="lit-dpret-tests/no-such-model") as caught:
         load("lit-dpret-tests/no-such-model")
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_or_tokenizer_that_does_not_load_is_named_by_its_setting_or_by_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for name in ("./nowhere", "lit-dpret-tests/no-such-tokenizer"):
+        for make in (load, QueryGenerator.outline):
+            given: Any = {"config": {"d_model": 16}, "tokenizer": name}
+            given |= {"optimizer": generator().optimizer_spec} if make is QueryGenerator.outline else {}
+            with pytest.raises(UnsupportedModelError, match=f"^model.tokenizer={re.escape(name)} "):
+                make(pretrained=None, **given)
+    folder = generator().save_model(tmp_path / "g")
+    (folder / "model.safetensors").unlink()
+    for read in (QueryGenerator.load_model, TokenScorer.load):
+        with pytest.raises(UnsupportedModelError, match=f"^{re.escape(str(folder))} holds no usable language model"):
+            read(folder)
+    endless = tokenizer()
+    endless.eos_token = None
+    with pytest.raises(UnsupportedModelError, match=r"^model\.tokenizer: its tokenizer has no eos_token"):
+        load(None, config={"d_model": 16}, tokenizer=endless)
 
 
 def test_attention_that_depends_on_the_longest_text_of_a_batch_is_refused(tmp_path: Path) -> None:
