@@ -173,10 +173,11 @@ class DualEncoder(PairModule):
         self._negatives = self._make_negatives(negatives)
         require_whole("model", {"grad_cache_rows": grad_cache_rows}, 1, null=True)
         if grad_cache_rows is not None and privacy.guarantee == "dp" and not privacy.clips_whole_batch:
+            whole = privacy.sub_batches is None
+            smaller = "lower datamodule.physical_batch_size" if whole else "raise privacy.sub_batches"
             raise ConfigurationError(
                 f"model.grad_cache_rows={grad_cache_rows} cannot go with privacy={privacy.name}, whose clipping "
-                "records one pass over all rows. Set it to null, and lower datamodule.physical_batch_size or raise "
-                "privacy.sub_batches."
+                f"records one pass over all rows. Set it to null; to save memory, {smaller}."
             )
         self._grad_cache_rows = grad_cache_rows
 

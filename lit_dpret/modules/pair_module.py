@@ -59,9 +59,10 @@ class PairModule(PrivateModule):
         of_pairs = privacy.guarantee == "dp" and privacy.candidates in ("batch", "copies")
         for method in ("per_row_loss", "table_losses") if of_pairs and not privacy.clips_whole_batch else ():
             if not is_library(_owner(self, method).__module__):
+                instead = "Pass a PairwiseLoss as loss=, or choose" if privacy.candidates == "batch" else "Choose"
                 raise UnsupportedModelError(
-                    f"privacy={privacy.name} clips pairs of model.loss, and never calls {name}.{method}. "
-                    "Pass the loss as loss=, a PairwiseLoss, or choose privacy=batch_clip, which takes any loss."
+                    f"privacy={privacy.name} never calls {name}.{method}: it computes the loss from the embeddings. "
+                    f"{instead} privacy=batch_clip, which takes any loss."
                 )
         for method in ("represent", "embed"):
             owner = _owner(self, method)
@@ -255,7 +256,11 @@ class PairModule(PrivateModule):
         if self._takes_whole_batches and stage == "fit" and expected and physical and physical < expected:
             raise self._cut(f"datamodule.physical_batch_size={physical} is below {expected}, the expected_batch_size")
         if self._takes_whole_batches and stage == "fit" and self.trainer.world_size > 1:
-            raise self._cut(f"trainer.devices: {self.trainer.world_size} processes share each logical batch")
+            raise ConfigurationError(
+                f"trainer.devices: {self.trainer.world_size} processes share each logical batch, and "
+                f"{type(self).__name__} takes its negatives from the batch, which must not be split. Set "
+                "privacy.sub_batches, which allows it, or trainer.devices=1."
+            )
 
         in_batch = None if self.row_sources is None else self.row_sources.in_batch
         if stage == "fit" and self.trainer.world_size > 1 and in_batch is not None and in_batch.gather:
@@ -276,8 +281,8 @@ class PairModule(PrivateModule):
     def _cut(self, what: str) -> ConfigurationError:
         return ConfigurationError(
             f"{what}: {type(self).__name__} takes its negatives from the batch, which must not be split. Raise "
-            "datamodule.physical_batch_size to datamodule.expected_batch_size or more, or split it by "
-            "privacy.sub_batches; to save memory, set model.gradient_checkpointing=true."
+            "datamodule.physical_batch_size to datamodule.expected_batch_size or more, or set privacy.sub_batches, "
+            "which allows it. To save memory in a dual encoder, set model.gradient_checkpointing=true."
         )
 
 

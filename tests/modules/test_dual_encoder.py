@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,17 @@ def test_a_passage_is_never_a_negative_of_a_query_that_it_answers() -> None:
         kept = [j for j in range(len(ROWS)) if j not in NOT_NEGATIVES[i]]
         logits = (passages[kept] @ queries[i] / 0.5).unsqueeze(0)
         torch.testing.assert_close(loss, cross_entropy(logits, torch.tensor([kept.index(i)])))
+
+
+def test_processes_do_not_share_a_batch_that_its_loss_takes_whole() -> None:
+    trainer: Any = SimpleNamespace(world_size=2)
+    module = dual()
+    module._trainer = trainer
+    with pytest.raises(ConfigurationError, match=r"2 processes share .* Set privacy\.sub_batches"):
+        module.setup("fit")
+    module = dual(NoPrivacy(sub_batches=2))
+    module._trainer = trainer
+    module.setup("fit")
 
 
 @pytest.mark.parametrize(
@@ -411,5 +423,6 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, setting
 @pytest.mark.parametrize("name", ["public none", "logit_dp", "per_example_duplicated"])
 def test_modes_that_clip_inside_the_batch_refuse_the_cache(name: str, tmp_path: Path) -> None:
     mode = mode_of(name, tmp_path)
-    with pytest.raises(ConfigurationError, match=rf"grad_cache_rows=8 cannot go with privacy={mode.name}"):
+    smaller = r"lower datamodule\.physical_batch_size" if name == "public none" else r"raise privacy\.sub_batches"
+    with pytest.raises(ConfigurationError, match=rf"grad_cache_rows=8 cannot go with privacy={mode.name}.*{smaller}\."):
         dual(mode, grad_cache_rows=8)

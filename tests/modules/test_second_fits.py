@@ -95,8 +95,9 @@ class OwnLoss(DualEncoder):
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_loss_of_ones_own_is_called_or_refused(name: str) -> None:
-    if name in ("logit_dp", "per_example_duplicated"):
-        with pytest.raises(UnsupportedModelError, match="per_row_loss"):
+    instead = {"logit_dp": "Pass a PairwiseLoss as loss=, or choose", "per_example_duplicated": "Choose"}
+    if name in instead:
+        with pytest.raises(UnsupportedModelError, match=rf"per_row_loss: .* {instead[name]} privacy=batch_clip"):
             OwnLoss(**settings(MODES[name]))
         return
     OwnLoss(**settings(MODES[name]))
