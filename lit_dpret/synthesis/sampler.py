@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -34,16 +35,18 @@ class Decoding:
     max_new_tokens: int = 128  # length of the longest query, including the end mark
     min_new_tokens: int = 1  # tokens before the end mark may be drawn
 
+    where: ClassVar[str] = "task"  # the prefix of these settings in errors
+
     def __post_init__(self) -> None:
         if not 0 < self.top_p <= 1:
-            raise ConfigurationError(f"task.top_p={self.top_p} is not in (0, 1].")
-        require_number("task", self, "temperature")
-        require_whole("task", self, 1, "top_k", null=True)
-        require_whole("task", self, 1, "max_new_tokens")
+            raise ConfigurationError(f"{self.where}.top_p={self.top_p} is not in (0, 1].")
+        require_number(self.where, self, "temperature")
+        require_whole(self.where, self, 1, "top_k", null=True)
+        require_whole(self.where, self, 1, "max_new_tokens")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ConfigurationError(
-                f"task.min_new_tokens={self.min_new_tokens} is not between 0 and "
-                f"task.max_new_tokens={self.max_new_tokens}."
+                f"{self.where}.min_new_tokens={self.min_new_tokens} is not between 0 and "
+                f"{self.where}.max_new_tokens={self.max_new_tokens}."
             )
 
 

@@ -48,6 +48,10 @@ from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 
+class _MeasuredDecoding(Decoding):
+    where = "task.measure"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """Settings for measuring canaries; for a dual encoder, pairs are scored and nothing is drawn."""
@@ -67,7 +71,7 @@ class Measurement:
 
     def decoding(self) -> Decoding:
         """Return the decoding settings."""
-        return Decoding(top_p=self.top_p, temperature=self.temperature, max_new_tokens=self.max_new_tokens)
+        return _MeasuredDecoding(top_p=self.top_p, temperature=self.temperature, max_new_tokens=self.max_new_tokens)
 
     def of(self, model: Path, canaries: Sequence[Canary], *, seed: int) -> list[dict[str, Any]]:
         """Return ``score`` and ``leak`` of each canary as JSON values; a dual encoder has leaks of zero draws."""

@@ -92,6 +92,14 @@ def test_a_dual_encoder_without_its_noise_contradicts_its_claim_and_an_honest_on
     assert "AN AUDIT CONTRADICTS THIS CLAIM" in read_card(run / "model")["claim"]["statement"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("draws", 0), ("top_p", 2.0), ("temperature", 0.0), ("max_new_tokens", 0), ("span", "all")]
+)
+def test_a_wrong_setting_of_a_measurement_is_refused_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^task\.measure\.{name}={value!r} "):
+        Measurement(**{name: value})
+
+
 def test_the_audit_of_an_encoder_draws_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     suite = replace(SUITE, count=4, include=0.5)
     run = trained(tmp_path, NoPrivacy, suite=suite, steps=2)

@@ -91,7 +91,7 @@ def score_canaries(
     by the latter. ``progress`` is called with (canaries done, canaries in total).
     """
     if span not in get_args(Span):
-        raise ConfigurationError(f"task.span={span!r} is not one of {', '.join(get_args(Span))}.")
+        raise ConfigurationError(f"task.measure.span={span!r} is not one of {', '.join(get_args(Span))}.")
     listed = list(canaries)
     check_all_fit(generator.codec, listed)
     return _each(listed, lambda canary: _score_text(generator, canary, decoding, span), progress)
@@ -174,7 +174,7 @@ def draw_leaks(
         - The queries of a canary depend only on model, passage, seed and the canary's name.
     """
     if draws < 1:
-        raise ConfigurationError(f"task.draws={draws} must be at least 1.")
+        raise ConfigurationError(f"task.measure.draws={draws} must be at least 1.")
 
     def drawn(canary: Canary, passage: str) -> list[str]:
         read = prefill(generator.model, generator.codec.passages([passage])).repeated(draws)
