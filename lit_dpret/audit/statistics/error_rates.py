@@ -20,8 +20,8 @@ from lit_dpret.audit.statistics.thresholds import Bonferroni, Strategy, audit
 
 METHOD = "error rates (Clopper-Pearson)"
 ASSUMPTION = (
-    "the scores of members are independent of each other, and so are those of the others: one canary to a training, or "
-    "canaries that do not touch each other."
+    "the scores of members are independent of each other, and so are those of the others: one canary per training, or "
+    "canaries that do not affect each other."
 )
 
 

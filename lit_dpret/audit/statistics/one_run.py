@@ -30,8 +30,8 @@ from lit_dpret.errors import ConfigurationError
 
 METHOD = "one-run audit"
 ASSUMPTION = (
-    "a fair coin of its own decided for each canary whether it was trained on, and the guesses were made from what "
-    "was released, without the coins."
+    "a separate fair coin decided for each canary whether it was trained on, and the guesses were made from what was "
+    "released, without the coins."
 )
 #: Shares of the canaries that are guessed, half as members and half as non-members: for a perfect attack, for one with
 #: overlapping scores, and for one that knows only a few. At 80 percent, uneven coins hardly ever force a wrong guess.

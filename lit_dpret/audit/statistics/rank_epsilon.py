@@ -32,7 +32,7 @@ from lit_dpret.privacy.budget import show_delta
 
 RANDOM = "each secret was drawn uniformly from its candidates, and ranked among them all with ties against it"
 TAKEN_OUT = "a unit is taken out (zero_out or add_or_remove)"
-APART = f"{RANDOM}; {TAKEN_OUT}; every canary had a training of its own, so that their ranks are independent."
+APART = f"{RANDOM}; {TAKEN_OUT}; every canary had a separate training, so that their ranks are independent."
 TOGETHER = f"{RANDOM}; the candidates were fixed before training. The canaries may share one training."
 
 
@@ -66,7 +66,7 @@ def mean_rank_point(
     eps = 0.0 if allowed(0.0) else math.log(expected / mean) / copies
     if eps > 0 and delta > 0:
         eps = least_where(allowed, eps)
-    assumption = f"{RANDOM}; {TAKEN_OUT}; and the mean of the observed ranks is the expected rank, without any luck."
+    assumption = f"{RANDOM}; {TAKEN_OUT}; and the mean of the observed ranks is the expected rank, without luck."
     return Evidence(
         method="mean rank, point value", eps_lower=eps, delta=delta, confidence=None, assumption=assumption,
         copies=copies,
