@@ -196,8 +196,10 @@ class Membership(MembershipSettings):
 
     def _releases(self) -> tuple[list[str], list[str] | None]:
         """Return the queries of the release and of its reference; read early, so that a wrong folder fails at once."""
-        reference = None if self.release_reference is None else _texts_of(self.release_reference)
-        return ([] if self.release is None else _texts_of(self.release)), reference
+        reference = (
+            None if self.release_reference is None else _texts_of(self.release_reference, "task.release_reference")
+        )
+        return ([] if self.release is None else _texts_of(self.release, "task.release")), reference
 
     def _fingerprint(self, parts: Parts, target: Path) -> str:
         weights = [file_sha256(file) for file in sorted(target.glob("*.safetensors"))]
@@ -281,7 +283,7 @@ class Membership(MembershipSettings):
         if not suspects.fair:
             return None
         own = suspects.texts()[: suspects.attacked]
-        hit = repeated(own, _texts_of(self.release), overlap=self.repeats)
+        hit = repeated(own, _texts_of(self.release, "task.release"), overlap=self.repeats)
         inside = int((hit & suspects.member[: suspects.attacked]).sum())
         found = disclosures(
             queries=len(own), repeated=int(hit.sum()), trained=inside, delta=claim.delta or 0.0,
@@ -333,8 +335,8 @@ def _memorisation(trained: Trained, suspects: Suspects) -> dict[str, Any]:
     }
 
 
-def _texts_of(folder: str | Path | None) -> list[str]:
-    return [query.text for query in load_released(str(folder), declared_public=True)]
+def _texts_of(folder: str | Path | None, knob: str) -> list[str]:
+    return [query.text for query in load_released(str(folder), declared_public=True, knob=knob)]
 
 
 def _sample(passages: Mapping[str, str], count: int, seed: int) -> list[str]:

@@ -219,8 +219,9 @@ def test_a_time_too_short_for_four_shadow_models_has_none(make: Make, open_run: 
 
 def test_a_wrong_release_is_told(make: Make, open_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Attacker, "signals", lambda *_, **__: pytest.fail("the target was scored"))
-    with pytest.raises(LitDpretError, match="nowhere"):
-        attack(open_run, release=tmp_path / "nowhere").run(make(tmp_path / "attack"))
+    for setting in ("release", "release_reference"):
+        with pytest.raises(LitDpretError, match=rf"nowhere .*\btask\.{setting}\."):
+            attack(open_run, **{setting: tmp_path / "nowhere"}).run(make(tmp_path / "attack"))
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def require_of_its_folder(released: ReleasedQueries) -> None:
 
 
 def load_released(
-    folder: str | Path, *, corpus: str | Path | None = None, declared_public: bool = False
+    folder: str | Path, *, corpus: str | Path | None = None, declared_public: bool = False, knob: str = "task.data"
 ) -> ReleasedQueries:
     """Read a folder of synthetic queries (``queries.*``, ``qrels/train.*``, ``corpus.*``) with its claim.
 
@@ -105,13 +105,14 @@ def load_released(
         folder: The output of ``task=synthesize``, or another folder in BEIR's layout.
         corpus: All passages, to search more than the folder's own.
         declared_public: Accept a folder without a privacy card: the user declares that nothing private went into it.
+        knob: The setting of ``folder`` that errors name.
 
     Raises:
         DataError: The folder has no card and was not declared public, its files do not match its card, it is
             malformed, one of its queries has more than one passage, or ``corpus`` contradicts it.
     """
     place = Path(folder)
-    parts = folder_parts(str(place), corpus=corpus, knob="task.data")
+    parts = folder_parts(str(place), corpus=corpus, knob=knob)
     if "train" not in parts["qrels"]:
         raise DataError(
             f"{place} has no qrels/train.tsv, so no query has a passage. Give a folder that task=synthesize wrote."
