@@ -261,7 +261,7 @@ def save_generator(folder: str | Path, model: PreTrainedModel, codec: TextCodec)
             stale.rename(target)
         raise StorageError(
             f"The generator could not be saved to {target}: {unwritten(error)}. What was there before is kept. Free "
-            "space, then repeat the command, with resume=true if its run had begun."
+            "space, then give the command again, with resume=true if its run had begun."
         ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

@@ -197,7 +197,7 @@ def test_the_chosen_queries_come_closer_to_the_histogram_and_carry_its_claim(
     assert {plain_assumption(one["text"]) for one in of_set if one["holds"] == "unverified"} <= {*stated}
     assert any("list of passages" in text for text in stated), "which synthesize was told, and no histogram"
     readme = (folder / "README.md").read_text()
-    assert "histogram_match" in readme and "of a histogram of the private queries together" in readme
+    assert "histogram_match" in readme and "together with a histogram of the private queries" in readme
     assert f"histogram {facts['distance_before']:.3f} before, {facts['distance_after']:.3f} after" in told
     found = verify_chain(folder, parents=[histogram, chain / "generator"])
     assert not found.failed, found.failed
@@ -224,7 +224,7 @@ def test_a_histogram_that_was_charged_to_another_generator_is_refused(chain: Pat
     run(other / "generator", generator(privacy=mode, seed=1), log, steps=1)
     counted(chain, other / "histogram", {"generator": other / "generator"})
     released = load_released(chain / "made" / "synthetic")
-    with pytest.raises(PrivateDataError, match=r"another ledger than these queries.*no claim covers both"):
+    with pytest.raises(PrivateDataError, match=r"a different ledger from these queries.*no claim covers both"):
         apply_filters(released, [HistogramMatch(other / "histogram")])
 
 
@@ -316,7 +316,7 @@ def test_a_card_that_changed_more_than_by_results_is_another_one(own_chain: Path
         card["claim"]["epsilon"] = claimed
         for folder in (own_chain / "generator", own_chain / "generator" / "model"):
             write_card(card | {"checksum": checksum(card)}, folder)
-        with nullcontext() if same else pytest.raises(PrivateDataError, match="another ledger than these queries"):
+        with nullcontext() if same else pytest.raises(PrivateDataError, match="a different ledger from these queries"):
             apply_filters(load_made_by(own_chain), [chosen])
 
 

@@ -97,5 +97,5 @@ class Share:
 
     def __str__(self) -> str:
         if self.value is None:
-            return "none could be examined"
+            return "none could be looked at"
         return f"{self.value:.2%} [{self.low:.2%}, {self.high:.2%}] ({self.positives:,} of {self.total:,})"

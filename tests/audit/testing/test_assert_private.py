@@ -130,7 +130,7 @@ NET, ZEROS = nn.Linear(2, 1), {"x": torch.zeros(4, 2)}
         (None, lines(3), {"unit_ids": torch.tensor([0, 2, 2])}, "counted from 0 without gaps"),
         (None, lines(3), {"unit_ids": torch.tensor([0, 1])}, "each of the 3 rows a unit"),
         (None, lines(3), {"trials": 20}, "could not refute eps=1"),
-        (None, lines(3), {"privacy": DPSGD(eps=1.0)}, "leave out"),
+        (None, lines(3), {"privacy": DPSGD(eps=1.0)}, "Leave out"),
         (None, lines(3), {"rounds": 20}, "rounds"),
         (None, lines(), {"eps": 4.0}, r"trials=500 releases can show an epsilon of at most 3\.62"),
         (Loose(privacy=DPSGD(eps=1.0)), lines(), {}, "collate_rows returned a tuple"),
