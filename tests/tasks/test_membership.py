@@ -221,7 +221,9 @@ def test_a_wrong_release_is_told(make: Make, open_run: Path, tmp_path: Path, mon
     monkeypatch.setattr(Attacker, "signals", lambda *_, **__: pytest.fail("the target was scored"))
     for setting in ("release", "release_reference"):
         with pytest.raises(LitDpretError, match=rf"nowhere .*\btask\.{setting}\."):
-            attack(open_run, **{setting: tmp_path / "nowhere"}).run(make(tmp_path / "attack"))
+            attack(open_run, **{"release": tmp_path / "folder", setting: tmp_path / "nowhere"}).run(
+                make(tmp_path / "attack")
+            )
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,7 @@ def test_a_logit_keeps_what_is_near_certainty() -> None:
         (lambda: lira_online([0.9], SIGNALS, INCLUDED, spread="mode"), ConfigurationError, "spread='mode'"),  # type: ignore[arg-type]
         (lambda: rmia([0.5], [[0.5]], [0.5], [[0.5]], gamma=0), ConfigurationError, "gamma=0"),
         (lambda: rmia([0.5], [[0.5, 0.5]], [0.5], [[0.5]]), DataError, "shape"),
-        (lambda: rmia([0.0], [[0.5]], [0.5], [[0.5]]), DataError, "probability"),
+        (lambda: rmia([0.0], [[0.5]], [0.5], [[0.5]]), DataError, "Probabilities must be"),
         (lambda: logit([0.0, -1.0]), DataError, "1 of 2"),
         *((lambda m=models: balanced_halves(10, m, seed=0), ConfigurationError, "shadows") for models in (2, 5, True)),
     ],

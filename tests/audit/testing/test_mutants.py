@@ -206,7 +206,7 @@ MUTANTS: dict[str, tuple[Mutate, str]] = {
         "the rows of one parameter",
     ),
     "a coordinate is not a number": (noised(with_one_nan), "first.weight is not finite"),
-    "the same noise again after sixteen steps": (in_turns_of(16), "two steps get the same noise"),
+    "the same noise again after sixteen steps": (in_turns_of(16), "two of the first 64 steps get the same noise"),
     "the same noise at every step": (keyed_without(step=0), "two steps get the same noise"),
     "the same noise in every attempt": (keyed_without(attempt=0), "another attempt"),
     "the same noise for two sums": (keyed_without(salt=""), "another sum"),

@@ -108,7 +108,7 @@ def test_topics_need_a_public_encoder_and_enough_passages(encoder: Path, tmp_pat
     (part / "weights").write_bytes(b"w")
     write_parent_card(part.parent)
     for private in (part.parent, part):
-        with pytest.raises(PrivateDataError, match="privacy card"):
+        with pytest.raises(PrivateDataError, match=r"privacy_card\.json shows"):
             TopicBins(encoder=str(private), encoder_is_public=True)
     with pytest.raises(ConfigurationError, match=r"topics=9 is more than the 8 public"):
         TopicBins(topics=9, encoder=str(encoder), encoder_is_public=True).fit(lambda: PASSAGES)

@@ -231,14 +231,14 @@ def test_a_model_that_saw_other_private_data_is_refused_whatever_is_declared(
     chosen = artefact(tmp_path / "chosen", whole, tuning={"data": "private"})
     broken = artefact(tmp_path / "broken", whole, assumptions=doubtful)
     for folder, reason in (
-        (other, "of its own"),
-        (artefact(tmp_path / "of_other", other), "of its own"),
-        (artefact(tmp_path / "of_later", later), "of its own"),
-        (child, "of its own"),
+        (other, "itself trained on private data"),
+        (artefact(tmp_path / "of_other", other), "itself trained on private data"),
+        (artefact(tmp_path / "of_later", later), "itself trained on private data"),
+        (child, "itself trained on private data"),
         (chosen, "settings were chosen on private data"),
         (artefact(tmp_path / "of_chosen", chosen), "settings were chosen on private data"),
         (broken, "No private metric"),
-        (artefact(tmp_path / "of_broken", broken), "of its own"),
+        (artefact(tmp_path / "of_broken", broken), "itself trained on private data"),
     ):
         with pytest.raises(PrivateDataError, match=f"encoder=.*{reason}"):
             require_covered(folder, released, declared_public=declared, knob="encoder")

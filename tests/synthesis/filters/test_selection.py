@@ -143,6 +143,6 @@ def test_what_is_not_in_the_folder_is_not_written_with_its_card(released: Releas
         replace(released, queries=(replace(first, passage_id=rest[-1].passage_id), *rest)),
         replace(released, passages={name: "my secret" for name in released.passages}),
     ):
-        with pytest.raises(PrivateDataError, match="not one of") as told:
+        with pytest.raises(PrivateDataError, match="is not in") as told:
             write_selection(swapped.only([True] * len(swapped)), tmp_path / "out", applied=[])
         assert "secret" not in str(told.value) and not (tmp_path / "out").exists()
