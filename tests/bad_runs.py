@@ -333,7 +333,7 @@ BAD: list[tuple[str, str, Any]] = [
     ("T16", r"trainer.gradient_clip_val=1", {"trainer": {"gradient_clip_val": 1.0}}),
     ("T39", r"trainer.precision=bf16-mixed", {"trainer": {"precision": "bf16-mixed"}, "wrap": by_pairs}),
     ("T39", r"letters.*trainer\.precision", {"trainer": {"precision": "bf16-mixed"}, "make_module": Padding}),
-    ("T21", r"lies inside the run folder", with_secret_in_the_run),
+    ("T21", r"is inside the run folder", with_secret_in_the_run),
     ("T21", r"can be read by others", with_secret_for_all),
     ("T25", r"trainer.detect_anomaly=true", {"trainer": {"detect_anomaly": True}}),
     ("T25", r"EarlyStopping", {"callbacks": [EarlyStopping(monitor="train/loss")]}),

@@ -127,7 +127,8 @@ class FixedShape:
             if slot >= self.slots or filled[slot] >= self.rows_of_a_slot:
                 raise DataError(
                     f"A physical batch does not fit {self.slots} units of {self.rows_of_a_slot} rows each, the fixed "
-                    "shape that datamodule.physical_batch_size and datamodule.max_rows_per_unit give."
+                    "shape by datamodule.physical_batch_size and datamodule.max_rows_per_unit. Raise the latter, or "
+                    "return fewer rows of a unit (one under datamodule.rows_per_unit=one)."
                 )
             found.append(slot * self.rows_of_a_slot + filled[slot])
             filled[slot] += 1
@@ -342,8 +343,8 @@ def answer_of(item: Any) -> tuple[Draw, Sequence[Any]]:
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], Draw):
         return item
     raise DataError(
-        f"The training data set gave a {type(item).__name__} where (draw, rows) was due: datamodule.train_dataloader "
+        f"The training data set returned a {type(item).__name__} instead of (draw, rows): datamodule.train_dataloader "
         "must give the loader a map-style data set whose dataset[draw] is the draw itself and the rows of unit "
-        "draw.unit, as lit_dpret.datamodules.UnitItems(units) is.",
+        "draw.unit, such as lit_dpret.datamodules.UnitItems(units).",
         trap="T38",
     )

@@ -84,8 +84,9 @@ def large_delta(delta: float, units: int | None) -> str:
     """Explain why a delta is large for this number of units, and what is usual."""
     of = "" if units is None else f" for {units} units, where 1/n is {1 / units:.2g}"
     return (
-        f"delta={show_delta(delta)} is large{of}: with up to that chance a unit is not protected at all, so that the "
-        f"usual delta is far below 1/n, as {USUAL_DELTA:g}. Set privacy.delta={USUAL_DELTA:g}, or train on more units."
+        f"delta={show_delta(delta)} is large{of}: with up to that chance a unit is not protected at all, so the "
+        f"usual delta is far below 1/n, such as {USUAL_DELTA:g}. Set privacy.delta={USUAL_DELTA:g}, or train on more "
+        "units."
     )
 
 
@@ -97,7 +98,7 @@ def large_epsilon(eps: float) -> str:
     """Explain how little a large epsilon promises."""
     return (
         f"privacy.eps={eps:g} is large: the odds of a guess about one unit may change by a factor of e^{eps:g}, which "
-        "is hardly a protection. Usual is 1 to 10."
+        "protects little. Usual values are 1 to 10."
     )
 
 
@@ -109,7 +110,7 @@ def with_rounding_paid(sensitivity: float, noise: NoiseName) -> float:
 def require_delta(delta: float) -> None:
     """Refuse a delta outside (0, 1)."""
     if not (isinstance(delta, (int, float)) and 0 < delta < 1):
-        raise ConfigurationError(f"privacy.delta={delta} must lie strictly between 0 and 1.")
+        raise ConfigurationError(f"privacy.delta={delta} must be between 0 and 1, both excluded.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,15 +186,15 @@ class PrivacyBudget:
         }.get(unit, ("datamodule.columns", "a column of query ids"))
         if UNSAID in (ours, theirs):
             raise ConfigurationError(
-                f"unit_by: a DataModule does not say what rows make one unit: a unit of this run is {ours}, and "
+                f"unit_by: a DataModule does not say which rows make one unit: a unit of this run is {ours}, and "
                 f"{where} units that are {theirs}. The epsilons of different units do not add up. Give the class of "
                 "the DataModule unit_by (lit_dpret.privacy.sampling.TrainingData), or query_ids to the Collection "
                 "that its read_collection returns."
             )
         if ours != theirs:
             raise ConfigurationError(
-                f"{knob}: a unit of this run is {ours}, but {where} units that are {theirs}. One of these may be "
-                f"several of those, and the epsilons of different units do not add up. Use {way} in both, or in none."
+                f"{knob}: a unit of this run is {ours}, but {where} units that are {theirs}. One unit here may be "
+                f"several there, and the epsilons of different units do not add up. Use {way} in both, or in neither."
             )
         if ours == PARTLY_NAMED:
             raise ConfigurationError(

@@ -47,9 +47,9 @@ class RowsAlone:
             return _joined([self._collate_rows([row]) for row in rows])
         except RuntimeError as error:
             raise ConfigurationError(
-                f"{self._name} makes features of several shapes, and in low precision what a row gives depends on how "
-                "far it is filled up. Implement place_rows(features, places, rows), which fills all up to one shape, "
-                "or set trainer.precision=32-true.",
+                f"{self._name} makes features of several shapes, and in low precision the result for a row depends on "
+                "how far it is padded. Implement place_rows(features, places, rows), which pads all to one shape, or "
+                "set trainer.precision=32-true.",
                 trap="T39",
             ) from error
 
@@ -142,8 +142,8 @@ class UnitCollator:
             found.append(self._collate_rows(together)["answers"])
         if not _equal(found[0], found[-1]):
             raise UnsupportedModelError(
-                "collate_rows draws at random which passages are right answers (answers), where rows would take coins "
-                "from each other. Make answers from the ids of passages alone (lit_dpret.losses.false_negatives).",
+                "collate_rows draws at random which passages are right answers (answers), so rows would take random "
+                "numbers from each other. Make answers from passage ids alone (lit_dpret.losses.false_negatives).",
                 trap="T11",
             )
         return {"answers": found[0]}
@@ -158,7 +158,7 @@ class UnitCollator:
             if not _equal(self._collated(part)["answers"], features["answers"][where, where]):
                 raise UnsupportedModelError(
                     "Which passages are right answers (answers of collate_rows, or of the views) depends on further "
-                    "rows of the batch: one unit would decide about the negatives of others, which no clipping bounds. "
+                    "rows of the batch: one unit would affect the negatives of others, which no clipping bounds. "
                     "Decide about a row and a passage from these two alone, as lit_dpret.losses.false_negatives does, "
                     "with no threshold or rank over the batch.",
                     trap="T11",
@@ -211,11 +211,11 @@ class UnitCollator:
             if sizes.get(name) != (known := self._sizes.get(name)):
                 raise UnsupportedModelError(
                     f"{name} has the shape {_shown(sizes.get(name))} in one batch and {_shown(known)} in another one, "
-                    "or in one with fewer units, after place_rows put it into a fixed shape. In low precision what a "
-                    "row gives depends on how far it is filled up, so one unit would change what others give. Fill "
-                    "texts up to one length in place_rows (or collate_rows), whatever is in the batch, or set "
-                    "trainer.precision=32-true and model.fixed_shapes=false. A list of numbers that nothing is "
-                    "computed from but a mask may be named in ragged_features of the module.",
+                    "or in one with fewer units, after place_rows put it into a fixed shape. In low precision the "
+                    "result for a row depends on how far it is padded, so one unit would change the results of others. "
+                    "Pad texts to one length in place_rows (or collate_rows), whatever is in the batch, or set "
+                    "trainer.precision=32-true and model.fixed_shapes=false. A list of numbers from which only a mask "
+                    "is computed may be named in ragged_features of the module.",
                     trap="T39",
                 )
 
@@ -280,10 +280,11 @@ def _units_joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
         return _joined(list(parts))
     except (TypeError, KeyError, RuntimeError) as error:
         raise ConfigurationError(
-            "collate_rows draws random numbers, so it is called for each unit by itself, with coins that are no other "
-            f"unit's, and what it gave for several units does not fit together ({error}). Give tensors whose first "
-            "axis is the rows and whose other axes are as long for every unit (fill texts up to one length), or "
-            "draw in dataset[draw], which has coins of its own for every unit too, or from torch in per_row_loss.",
+            "collate_rows draws random numbers, so it is called for each unit by itself, with random numbers of that "
+            f"unit alone, and its results for several units do not fit together ({error}). Return tensors whose first "
+            "axis is the rows and whose other axes have one length for every unit (pad texts to one length), or "
+            "draw in dataset[draw], which also has separate random numbers for every unit, or from torch in "
+            "per_row_loss.",
             trap="T11",
         ) from error
 

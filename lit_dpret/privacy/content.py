@@ -43,7 +43,7 @@ class _ByValue(pickle.Pickler):
         for name in ("__reduce__", "__reduce_ex__", "__getstate__"):
             method = getattr(type(value), name, None)
             if not is_installed(getattr(method, "__module__", None)) and method is not getattr(object, name, None):
-                raise pickle.PicklingError(f"{type(value).__name__}.{name} says what is pickled of it")
+                raise pickle.PicklingError(f"{type(value).__name__}.{name} decides what is pickled of it")
         return NotImplemented
 
 
@@ -172,8 +172,8 @@ def content_of_rows(rows: Any) -> bytes:
     except Exception as error:
         raise DataError(
             f"The rows of the training data set cannot be compared ({type(error).__name__}: {first_line(error)}), so "
-            "that nothing shows whether they stay as they are, and whose they are. Let it return tensors, arrays, "
-            "texts and numbers, in tuples, dicts or plain objects, without locks and connections and without a "
-            "__reduce__ or __getstate__ of its own.",
+            "nothing shows whether they stay the same, and whose they are. Let it return tensors, arrays, strings "
+            "and numbers, in tuples, dicts or plain objects, without locks, connections, or a custom __reduce__ or "
+            "__getstate__.",
             trap="T38",
         ) from error

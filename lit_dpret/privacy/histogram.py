@@ -202,7 +202,9 @@ def shares(counts: np.ndarray) -> np.ndarray:
     # Post-processing of what was released, so it costs nothing.
     positive = np.maximum(counts, 0.0)
     if positive.sum() == 0:
-        raise DataError("No bin of the histogram is above zero: its noise hides everything. Take fewer bins or less.")
+        raise DataError(
+            "No bin of the histogram is above zero: its noise hides everything. Use fewer bins or less noise."
+        )
     found: np.ndarray = positive / positive.sum()
     return found
 

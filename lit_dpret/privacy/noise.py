@@ -58,7 +58,7 @@ def load_secret(path: str | Path | None, *, run_dir: Path | None = None) -> byte
     path = Path(path or default_secret_file()).expanduser()
     if run_dir is not None and path.resolve().is_relative_to(run_dir.resolve()):
         raise ConfigurationError(
-            f"privacy.secret_file={path} lies inside the run folder {run_dir}: anyone with the folder could subtract "
+            f"privacy.secret_file={path} is inside the run folder {run_dir}: anyone with the folder could subtract "
             "the noise. Choose a path outside it.",
             trap="T21",
         )
@@ -68,7 +68,9 @@ def load_secret(path: str | Path | None, *, run_dir: Path | None = None) -> byte
         mode = stat.S_IMODE(path.stat().st_mode)
         secret = path.read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"privacy.secret_file={path} cannot be read: {error.strerror}.") from error
+        raise ConfigurationError(
+            f"privacy.secret_file={path} cannot be read: {error.strerror}. Choose another path."
+        ) from error
     if mode & 0o077:
         raise ConfigurationError(
             f"privacy.secret_file={path} has mode {mode:04o} and can be read by others. Run: chmod 600 {path}",
@@ -77,7 +79,7 @@ def load_secret(path: str | Path | None, *, run_dir: Path | None = None) -> byte
     if len(secret) != SECRET_BYTES:
         raise ConfigurationError(
             f"privacy.secret_file={path} holds {len(secret)} bytes instead of {SECRET_BYTES}; it is not a secret "
-            "of this program. Choose another path, or delete the file to have one made."
+            "of this program. Choose another path, or delete the file, and a new secret is created."
         )
     return secret
 
@@ -99,7 +101,9 @@ def _make_secret(path: Path) -> None:
         with suppress(FileExistsError):
             os.link(draft, path)
     except OSError as error:
-        raise ConfigurationError(f"privacy.secret_file={path} cannot be created: {error.strerror}.") from error
+        raise ConfigurationError(
+            f"privacy.secret_file={path} cannot be created: {error.strerror}. Choose another path."
+        ) from error
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)

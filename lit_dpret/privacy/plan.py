@@ -257,7 +257,7 @@ class PrivacyPlan:
     def from_dict(cls, data: Mapping[str, Any]) -> PrivacyPlan:
         # Both ways: an unknown field may change the meaning of the plan.
         if wrong := sorted(set(data) ^ {field.name for field in fields(cls)}):
-            raise ConfigurationError(f"A recorded privacy plan lacks, or should not have, {', '.join(wrong)}.")
+            raise ConfigurationError(f"A recorded privacy plan has missing or unknown fields: {', '.join(wrong)}.")
         try:
             budget, law = PrivacyBudget(**data["budget"]), SamplingLaw.from_dict(data["law"])
             coupling = Coupling.from_dict(data["coupling"]) if data["coupling"] else None
@@ -290,7 +290,7 @@ def _law(request: SamplingRequest, *, budget: PrivacyBudget, n: int | None) -> S
         return Poisson(sample_rate=rate)
     if n is None or (cap is None and sampling == "truncated_poisson" and budget.neighbours == "add_or_remove"):
         raise ConfigurationError(
-            f"datamodule.sampling={sampling} is judged by the number of units, which privacy.neighbours="
+            f"datamodule.sampling={sampling} is accounted with the number of units, which privacy.neighbours="
             f"{budget.neighbours} keeps private. Choose datamodule.sampling=poisson.",
             trap="T6" if sampling == "truncated_poisson" else "T5",
         )
@@ -305,7 +305,7 @@ def _rate(budget: PrivacyBudget, n: int | None, sample_rate: float | None, batch
     require_whole("datamodule", {"expected_batch_size": batch}, 1, null=True)
     if sample_rate is not None:
         if not 0 < sample_rate <= 1:
-            raise ConfigurationError(f"datamodule.sample_rate={sample_rate} must lie in (0, 1].")
+            raise ConfigurationError(f"datamodule.sample_rate={sample_rate} must be in (0, 1].")
         # A difference of one unit is rounding of the rate; more means two settings that contradict each other.
         if budget.neighbours != "add_or_remove" and n and batch and abs(sample_rate * n - batch) > 1:
             raise ConfigurationError(

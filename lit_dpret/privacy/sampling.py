@@ -84,7 +84,7 @@ def steps_per_epoch(request: SamplingRequest, public_units: int | None) -> int:
         return 1
     if request.sample_rate is not None:
         if not 0 < request.sample_rate <= 1:
-            raise ConfigurationError(f"datamodule.sample_rate={request.sample_rate} must lie in (0, 1].")
+            raise ConfigurationError(f"datamodule.sample_rate={request.sample_rate} must be in (0, 1].")
         return max(1, round(1 / request.sample_rate))
     if public_units is None:
         raise ConfigurationError(
@@ -173,7 +173,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
             return self._order[1][position * law.batch_size : (position + 1) * law.batch_size]
         if isinstance(law, FullBatch):
             return np.arange(self.units)
-        raise ConfigurationError(f"No sampler draws by the law {type(law).__name__}.")
+        raise ConfigurationError(f"No sampler implements the law {type(law).__name__}.")
 
     @property
     def physical_batches_per_step(self) -> int | None:
@@ -274,7 +274,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
             return  # the user's own collate function
         if handed_out is not None and handed_out != [unit for unit, _ in batch.origin]:
             raise DataError(
-                f"Step {batch.step} was drawn with other units than the training data set answered for: dataset[draw] "
+                f"In step {batch.step} the training data set answered for other units than were drawn: dataset[draw] "
                 "must return the draw itself and the rows of unit draw.unit (datamodule.train_dataloader).",
                 trap="T38",
             )

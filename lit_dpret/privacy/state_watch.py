@@ -137,8 +137,8 @@ class StateWatch:
         parameter = isinstance(tensor, nn.Parameter)
         raise UnsupportedModelError(
             f"{'Parameter' if parameter else 'Buffer'} {name} was {how} during the forward pass of private "
-            f"rows of {type(self._module).__name__}, and no noise covers it. Remove it, or compute it from public data "
-            "before training.",
+            f"rows of {type(self._module).__name__}, and no noise covers that. Leave it unchanged there, or compute it "
+            "from public data before training.",
             trap="T14" if parameter and how == "replaced" else "T11",
         )
 
@@ -220,8 +220,8 @@ def kept_buffers(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(copied[name])
         elif name not in copied and buffer._version != versions[name]:
             raise UnsupportedModelError(
-                f"Buffer {name} of {type(module).__name__} was written where rows were tried, and is too large to be "
-                "put back. Compute it from public data before training.",
+                f"Buffer {name} of {type(module).__name__} was written while rows were tried, and is too large to be "
+                "restored. Compute it from public data before training.",
                 trap="T11",
             )
 

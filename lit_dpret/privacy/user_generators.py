@@ -73,8 +73,8 @@ def _fresh_state() -> np.ndarray:
     # The offsets above are torch's private layout: checked once, against a documented twister.
     if not np.array_equal(words, same):
         raise ConfigurationError(
-            f"torch {torch.__version__} keeps the state of its generator in another way than this program knows, so "
-            "that dropout could not be keyed by the secret. Install a version of torch that pyproject.toml names."
+            f"torch {torch.__version__} stores the state of its generator in a layout that this program does not "
+            "know, so dropout could not be keyed by the secret. Install a version of torch that pyproject.toml allows."
         )
     return state
 

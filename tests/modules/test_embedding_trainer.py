@@ -218,7 +218,7 @@ class Normed(nn.Module):
 def test_batch_normalisation_is_refused_by_name_under_privacy_alone() -> None:
     assert isinstance(of_images(net=Normed()).net, Normed)
     for mode in MODES.keys() - {"none"}:
-        with pytest.raises(UnsupportedModelError, match=r"net\.2 is a BatchNorm1d .* Replace it by GroupNorm"):
+        with pytest.raises(UnsupportedModelError, match=r"net\.2 is a BatchNorm1d .* Replace it with GroupNorm"):
             of_images(privacy=MODES[mode](), net=Normed())
 
 

@@ -53,7 +53,8 @@ def underreported_epsilon(releases: Iterable[Release], *, delta: float, neighbou
         law, sigma = simplest_law(release.law), release.noise_multiplier
         if neighbours == "replace_one" or isinstance(law, (FixedSize, Shuffle)):
             raise UnsupportedAccountingError(
-                f"datamodule.sampling={law.kind} under privacy.neighbours={neighbours}: no central limit is known."
+                f"datamodule.sampling={law.kind} under privacy.neighbours={neighbours}: no central limit theorem is "
+                "known."
             )
         rate = law.sample_rate if isinstance(law, (Poisson, TruncatedPoisson)) else 1.0
         # 700: above it exp() overflows, and epsilon is far beyond `LARGEST_EPSILON`.

@@ -216,8 +216,8 @@ def _prv_epsilon(parts: tuple[Part, ...], delta: float) -> float:
     accountant.history = [(p.noise_multiplier, p.law.sample_rate, p.count) for p in parts if isinstance(p.law, Poisson)]
     if (lost := _prv_rounding(parts)) > delta / 2:
         raise ConfigurationError(
-            f"privacy.accountant=prv cannot tell privacy.delta={delta:g} from its rounding errors over so many steps. "
-            "Choose privacy.accountant=pld."
+            f"privacy.accountant=prv cannot distinguish privacy.delta={delta:g} from its rounding errors over this "
+            "many steps. Choose privacy.accountant=pld."
         )
     try:
         with warnings.catch_warnings():
@@ -226,7 +226,7 @@ def _prv_epsilon(parts: tuple[Part, ...], delta: float) -> float:
             return float(accountant.get_epsilon(delta - lost))
     except (ValueError, RuntimeError) as error:
         raise ConfigurationError(
-            f"privacy.accountant=prv cannot judge these releases at privacy.delta={delta:g} ({error}) "
+            f"privacy.accountant=prv cannot judge these releases at privacy.delta={delta:g} ({error}). "
             "Choose privacy.accountant=pld."
         ) from error
 

@@ -60,7 +60,7 @@ class Coupling:
     def from_dict(cls, data: Mapping[str, Any]) -> Coupling:
         """Return the coupling that ``asdict`` wrote; refuse unknown fields."""
         if unknown := sorted(set(data) - {field.name for field in fields(cls)}):
-            raise ConfigurationError(f"A recorded coupling has no field {', '.join(unknown)}.")
+            raise ConfigurationError(f"A recorded coupling has unknown fields: {', '.join(unknown)}.")
         return cls(**data)
 
 

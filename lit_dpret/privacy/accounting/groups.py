@@ -111,7 +111,7 @@ def epsilon_of_several(
 def check_max_units(units: int) -> None:
     """Refuse a number of units that is not a whole number from 1 to `MOST_UNITS`."""
     if not is_whole(units) or not 1 <= units <= MOST_UNITS:
-        raise ConfigurationError(f"privacy.max_units_per_user={units!r} is not a whole number from 1 to {MOST_UNITS}.")
+        raise ConfigurationError(f"privacy.max_units_per_user={units!r} is not an integer from 1 to {MOST_UNITS}.")
 
 
 def _check_law(law: SamplingLaw, neighbours: Neighbours) -> None:

@@ -35,10 +35,11 @@ def within_memory(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         except MemoryError as error:
             raise AccountingMemoryError(
-                "Memory ran out while epsilon was computed (privacy.accountant=pld). What it takes grows with epsilon, "
-                "and with the number of steps: free memory, lower privacy.eps or plan fewer steps (trainer.max_steps, "
-                "max_epochs), or set privacy.accountant=rdp with datamodule.sampling=poisson, whose epsilon is larger "
-                "and takes next to none. Where training had begun, resume=true goes on."
+                "Memory ran out while epsilon was computed (privacy.accountant=pld). The need for memory grows with "
+                "epsilon and the number of steps: free memory, lower privacy.eps or plan fewer steps "
+                "(trainer.max_steps, max_epochs), or set privacy.accountant=rdp with datamodule.sampling=poisson, "
+                "which needs almost no memory and gives a larger epsilon. If training had begun, continue it with "
+                "resume=true."
             ) from error
 
     return told

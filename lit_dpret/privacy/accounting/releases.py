@@ -28,7 +28,7 @@ def _real(owner: object, name: str) -> float:
 def _rate(owner: object) -> None:
     value = _real(owner, "sample_rate")
     if not 0 < value <= 1:
-        raise ConfigurationError(f"{type(owner).__name__}: sample_rate={value:g} must lie in (0, 1].")
+        raise ConfigurationError(f"{type(owner).__name__}: sample_rate={value:g} must be in (0, 1].")
 
 
 class SamplingLaw(ABC):
@@ -242,7 +242,7 @@ def merge(releases: Iterable[Release]) -> list[Release]:
 def _label(owner: object) -> None:
     value = getattr(owner, "label")  # noqa: B009 - the owner is one of two classes that have it
     if not isinstance(value, str) or not value:
-        raise ConfigurationError(f"{type(owner).__name__}: label={value!r} must be a non-empty text.")
+        raise ConfigurationError(f"{type(owner).__name__}: label={value!r} must be a non-empty string.")
 
 
 def _build(classes: Mapping[str, Any], data: Mapping[str, Any], what: str) -> Any:

@@ -44,12 +44,12 @@ class RandomStopping:
     def __post_init__(self) -> None:
         mean, law = self.mean_runs, self.law
         if not is_number(mean) or not 1 <= mean < math.inf:
-            raise ConfigurationError(f"tuning_mean_runs={mean!r} is not a number of runs, at least 1 on average.")
+            raise ConfigurationError(f"tuning_mean_runs={mean!r} is not a finite number of at least 1.")
         known = law in _SHAPES if isinstance(law, str) else is_number(law)
         if not known or (not isinstance(law, str) and not 0 <= law < math.inf):
             raise ConfigurationError(
-                f"tuning_runs_law={law!r} is not one of {', '.join(_SHAPES)}, nor a shape from 0 of a truncated "
-                "negative binomial distribution."
+                f"tuning_runs_law={law!r} is not one of {', '.join(_SHAPES)}, nor the shape, 0 or more, of a "
+                "truncated negative binomial distribution."
             )
 
     @property

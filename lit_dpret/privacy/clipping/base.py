@@ -118,7 +118,7 @@ def check_losses(losses: Tensor, rows: int) -> None:
     if not losses.requires_grad:
         raise UnsupportedModelError(
             "The loss depends on no trainable parameter, so every step would spend privacy on noise alone. "
-            "Adapters that were merged or disabled, torch.no_grad() or detach() can be the reason.",
+            "The cause may be merged or disabled adapters, torch.no_grad() or detach().",
             trap="T13",
         )
 
@@ -143,7 +143,7 @@ def refuse_batch_mixing(module: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"{name or 'the module'} is a {type(layer).__name__} that uses or stores statistics of the whole "
                 "batch, so one unit changes the gradients of all others and no clipping bounds it, frozen or not. "
-                "Replace it by GroupNorm, or put it in eval mode with its running statistics.",
+                "Replace it with GroupNorm, or put it in eval mode with its running statistics.",
                 trap="T11",
             )
 
@@ -225,8 +225,8 @@ class ClippedSum(ABC):
             raise UnsupportedModelError("The module has no trainable parameter: there is no gradient to clip.")
         if found := [name for name, parameter in self.parameters.items() if parameter.is_complex()]:
             raise UnsupportedModelError(
-                f"Parameter {found[0]} is complex, and no engine clips complex gradients. Hold its real and imaginary "
-                "part as a real parameter (torch.view_as_real).",
+                f"Parameter {found[0]} is complex, and no engine clips complex gradients. Store its real and imaginary "
+                "parts in a real parameter (torch.view_as_real).",
                 trap="T13",
             )
         self.groups = group_parameters(self.parameters, clip_groups)
@@ -297,8 +297,8 @@ class ClippedSum(ABC):
     def _refuse_torn_sums(self) -> None:
         if self._torn:
             raise UnsupportedModelError(
-                "An earlier physical batch broke off while it was being added (out of memory, or interrupted), so the "
-                "sum holds a part of it. Begin the logical step again: forget() drops the sum."
+                "An earlier physical batch failed while it was being added (out of memory, or interrupted), so the sum "
+                "holds a part of it. Begin the logical step again: forget() drops the sum."
             )
 
     @property
@@ -344,6 +344,6 @@ class ClippedSum(ABC):
             what = what if name in now else "was frozen or removed"
             raise UnsupportedModelError(
                 f"Parameter {name} {what} after the clipping engine was made, so its gradient would be "
-                "missed or misplaced. Make the engine after the last change to the model.",
+                "missed or misplaced. Change the model before training begins: the engine is made at its start.",
                 trap="T14",
             )

@@ -115,9 +115,9 @@ class FunctionCall:
         both_broken = ~finite & ~torch.linalg.vector_norm(whole, dim=1).isfinite()
         if not bool(torch.where(finite, agree, both_broken).all()):
             raise UnsupportedModelError(
-                f"{self.name} ({type(self.module).__name__}) gives something else for a row alone than in the batch: "
-                "it mixes rows (clipping cannot bound that), has other inputs than its arguments, or does not do the "
-                f"same twice. {INSTEAD}"
+                f"{self.name} ({type(self.module).__name__}) gives another result for a row alone than in the batch: "
+                "it mixes rows (clipping cannot bound that), has inputs other than its arguments, or is not "
+                f"deterministic. {INSTEAD}"
             )
 
     @contextmanager

@@ -140,7 +140,7 @@ class GhostClipping(ClippedSum):
             values = outputs()
             recorder.recording = False
             if values.dim() != 2 or len(values) != rows:
-                raise UnsupportedModelError(f"{tuple(values.shape)} outputs for {rows} rows: (rows, columns) expected.")
+                raise UnsupportedModelError(f"Outputs have shape {tuple(values.shape)}; it must be ({rows}, columns).")
             if not values.requires_grad:
                 return values.detach(), []
             units = torch.eye(values.shape[1], dtype=values.dtype, device=values.device)
@@ -247,7 +247,7 @@ class GhostClipping(ClippedSum):
         for use in uses:
             if use.axis == 0 or use.axis % batch.rows:
                 raise UnsupportedModelError(
-                    f"{use.site.name} ({type(use.site.module).__name__}) works on tensors whose first axis is "
+                    f"{use.site.name} ({type(use.site.module).__name__}) works on tensors whose first axis has size "
                     f"{use.axis} for a batch of {batch.rows} rows, so its gradient has no batch axis. Put the batch "
                     f"first, or expand shared tensors to the batch. {WAYS_OUT}",
                     trap="T10",

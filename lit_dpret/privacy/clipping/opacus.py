@@ -68,7 +68,7 @@ class OpacusClipping(ClippedSum):
             if qualified_name(layer) in RELATIVE_ATTENTION and bias is not None and id(bias.weight) in names:
                 raise UnsupportedModelError(
                     f"Parameter {names[id(bias.weight)]} is T5's relative position bias, which has no batch axis: "
-                    f"opacus takes the query length for the batch. {INSTEAD}",
+                    f"opacus mistakes the query length for the batch size. {INSTEAD}",
                     trap="T10",
                 )
             if own and isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
@@ -79,7 +79,7 @@ class OpacusClipping(ClippedSum):
             reason = self._cannot_repeat(layer) if own else None
             if reason is not None:
                 raise UnsupportedModelError(
-                    f"Parameter {own[0]} is not covered by privacy.engine=opacus, owned by {name or 'the module'} "
+                    f"Parameter {own[0]} is not covered by privacy.engine=opacus. Its owner is {name or 'the module'} "
                     f"({type(layer).__name__}): {reason}. {WAYS_OUT}",
                     trap="T13",
                 )
@@ -136,7 +136,7 @@ class OpacusClipping(ClippedSum):
                 raise
             except (AttributeError, RuntimeError, ValueError, TypeError, IndexError) as error:
                 raise UnsupportedModelError(
-                    "privacy.engine=opacus cannot make the gradients of this model row by row: "
+                    "privacy.engine=opacus cannot compute the gradients of this model row by row: "
                     f"{' '.join(str(error).split())}{self._without_rule()}. {WAYS_OUT}",
                     trap="T13",
                 ) from error

@@ -274,7 +274,7 @@ def refuse_other_weights(site: Site, now: Mapping[str, Tensor | None], own: Mapp
     """Refuse a module that runs with parameters other than the trained ones."""
     if any(now[local] is not p for local, p in own.items()):
         raise UnsupportedModelError(
-            f"{site.name} runs with other weights than its own (functional_call, or a module that swaps "
+            f"{site.name} runs with weights other than its own (functional_call, or a module that swaps "
             f"them), so the gradient of its own weights is unknown. {WAYS_OUT}"
         )
 

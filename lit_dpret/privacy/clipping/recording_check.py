@@ -91,7 +91,7 @@ def refuse_hidden_calls(loss: Tensor) -> None:
 def _refuse_hidden(name: str) -> None:
     if name.startswith("CheckpointFunction"):
         raise UnsupportedModelError(
-            "Reentrant activation checkpointing hides calls from the engine, and what is trained in them would get no "
+            "Reentrant activation checkpointing hides calls from the engine, and parameters in them would get no "
             "gradient. Use gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}).",
             trap="T13",
         )
@@ -287,10 +287,10 @@ class RecordingCheck:
                 f"The gradient at {use.site.name} ({type(use.site.module).__name__}) cannot be assigned to units: its "
                 f"first axis{axis} is not the batch{order} (put the batch first, or expand shared tensors to the "
                 "batch), or the loss of one unit depends on another unit (in-batch negatives, batch statistics), which "
-                "clipping cannot bound, or a hook changes gradients by more than a factor (privacy.engine=loop takes "
-                "one that works row by row). Compute each row's loss from that row alone, or choose a mode for coupled "
-                "losses, as lit_dpret.modules.DualEncoder has them (docs/modes.md). "
-                f"({len(wrong)} of {len(uses)} recorded calls are concerned.)",
+                "clipping cannot bound, or a hook changes gradients by more than a factor (privacy.engine=loop "
+                "supports one that works row by row). Compute each row's loss from that row alone, or choose a mode "
+                "for coupled losses, as for lit_dpret.modules.DualEncoder (docs/modes.md). "
+                f"({len(wrong)} of {len(uses)} recorded calls are affected.)",
                 trap="T10",
             )
         for i, (use, fits) in enumerate(zip(uses, attribution.fitting, strict=True)):
@@ -369,10 +369,10 @@ class Comparison:
                     decided = False
                     continue
                 raise UnsupportedModelError(
-                    f"Parameter {name}: its recorded calls give another gradient than autograd, so a hook or an "
-                    "unusual forward pass changes it, or it consists of rounding errors, as where numbers of 1e4 and "
-                    "more saturate an attention. Remove the hook, freeze the parameter, scale the numbers in the rows "
-                    "to about 1, or choose privacy.engine=loop.",
+                    f"Parameter {name}: its recorded calls give another gradient than autograd. A hook or an unusual "
+                    "forward pass changes it, or it is all rounding error, as when numbers of 1e4 or more saturate an "
+                    "attention. Remove the hook, freeze the parameter, scale the numbers in the rows to about 1, or "
+                    "choose privacy.engine=loop.",
                     trap="T13",
                 )
             if norm:

@@ -199,7 +199,7 @@ def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter], fallback: b
             hint = " privacy.engine=vmap may cover it, with one gradient per row in memory."
             hint = "" if fallback or kind_as_function(owner) is None else hint
             raise UnsupportedModelError(
-                f"Parameter {full} is not covered by privacy.engine={engine}, owned by {reason}. {WAYS_OUT}{hint}",
+                f"Parameter {full} is not covered by privacy.engine={engine}. Its owner is {reason}. {WAYS_OUT}{hint}",
                 trap="T13",
             )
     return _with_blocks(sites, [(name, layer) for name, layer in module.named_modules() if id(layer) not in inside])

@@ -142,8 +142,8 @@ def _every_slot(slots: list[int], units: int, device: torch.device) -> RowGroup:
     each = len(slots) // units if units else 0
     if not each or slots != [slot for slot in range(units) for _ in range(each)]:
         raise DataError(
-            f"A batch of fixed shape has equally many rows for each of its {units} slots, slot by slot, and this one "
-            f"has {len(slots)} rows in another order."
+            f"A batch of fixed shape must have equally many rows for each of its {units} slots, slot by slot; this one "
+            f"has {len(slots)} rows in another number or order."
         )
     rows = [list(range(slot * each, (slot + 1) * each)) for slot in range(units)]
     return RowGroup.build(list(range(units)), rows, device)

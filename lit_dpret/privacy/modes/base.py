@@ -147,13 +147,13 @@ class PrivacyMode(ABC):
         for name, value in self.facts().items():
             try:
                 if not isinstance(name, str):
-                    raise TypeError("its name is not text")
+                    raise TypeError("its name is not a string")
                 # Through JSON and back, so that a tuple equals the list that a ledger returns.
                 recorded[name] = json.loads(json.dumps(value, allow_nan=False))
             except (TypeError, ValueError) as error:
                 raise ConfigurationError(
                     f"privacy={self.name}: mode_facts.{name} is not a JSON value ({error}), so the ledger cannot "
-                    f"hold it. Return numbers, texts, lists and dictionaries from {type(self).__name__}.facts()."
+                    f"hold it. Return numbers, strings, lists and dictionaries from {type(self).__name__}.facts()."
                 ) from error
         return recorded
 

@@ -67,8 +67,8 @@ class CoupledMode(GaussianMode):
         require_whole("privacy", self, 1, "sub_batches", "n_max", null=True)
         if (self.max_grad_norm is None) == (self.l2_sensitivity is None):
             raise ConfigurationError(
-                f"privacy.{self.bound_key}={self.max_grad_norm} and privacy.l2_sensitivity={self.l2_sensitivity}: give "
-                "exactly one of them; the other one follows from it."
+                f"privacy.{self.bound_key}={self.max_grad_norm} and privacy.l2_sensitivity={self.l2_sensitivity}: set "
+                "exactly one of them; the other follows from it."
             )
         bounds = {self.bound_key: self.max_grad_norm, "l2_sensitivity": self.l2_sensitivity}
         require_number("privacy", bounds, null=True)
@@ -129,8 +129,8 @@ class CoupledMode(GaussianMode):
         if self.n_max is not None and self.n_max < least:
             raise ConfigurationError(
                 f"privacy.n_max={self.n_max}: sub-batches would be cut so often that amplification by sampling is not "
-                f"proved under privacy.neighbours={self.neighbours}: a unit that is drawn would take another one's "
-                f"place. Set privacy.n_max to {least} or more, or to null, raise privacy.sub_batches, or choose "
+                f"proved under privacy.neighbours={self.neighbours}: a unit that is drawn would take the place of "
+                f"another. Set privacy.n_max to {least} or more, or to null, raise privacy.sub_batches, or choose "
                 "datamodule.sampling=shuffle."
             )
         # A larger n_max only adds noise, so it may always be raised.
@@ -164,7 +164,7 @@ class CoupledMode(GaussianMode):
         if coupling is not None and count > coupling.n_max:
             raise DataError(
                 f"A sub-batch of more than privacy.n_max={coupling.n_max} units arrived: the noise was calibrated to "
-                "that number. Let the sampler of the privacy plan draw the batches."
+                "that number. Draw the batches with the sampler of the privacy plan."
             )
 
     def _refuse_uncoupled(self, module: Any) -> None:

@@ -100,7 +100,7 @@ class DPSGD(GaussianMode):
         if self.fixed_shapes:
             if plan.engine != "ghost":
                 raise ConfigurationError(
-                    f"privacy.engine={plan.engine} has no form for batches of fixed shape (trainer=tpu, or "
+                    f"privacy.engine={plan.engine} does not support batches of fixed shape (trainer=tpu, or "
                     "model.fixed_shapes=true). Choose privacy.engine=ghost."
                 )
             settings["fixed_shapes"] = True

@@ -111,19 +111,19 @@ class GaussianMode(PrivacyMode):
         if self.total_eps is not None and ledger is None:
             raise ConfigurationError(
                 f"privacy.total_eps={self.total_eps:g} limits all runs on one data set together, and no file adds them "
-                "up: set privacy.dataset_ledger."
+                "up. Set privacy.dataset_ledger."
             )
         if most is not None:
             check_max_units(most)
             if self.unit == "user":
                 raise ConfigurationError(
-                    f"privacy.max_units_per_user={most} cannot go with privacy.unit=user: all that a user contributed "
-                    "is one unit already. Set it to null."
+                    f"privacy.max_units_per_user={most} cannot go with privacy.unit=user: everything from one user is "
+                    "one unit already. Set it to null."
                 )
         require_whole("privacy", self, 0, "noise_seed", null=True)
         if seed is not None and ledger is not None:
             raise ConfigurationError(
-                f"privacy.noise_seed={seed} makes noise that anybody can compute, and no "
+                f"privacy.noise_seed={seed} makes noise that anyone can compute, and no "
                 f"privacy.dataset_ledger={ledger} could count a run without privacy. Set one of them to null."
             )
         # Integers are drawn from ChaCha20 only: their proof needs exact bits.
@@ -167,7 +167,7 @@ class GaussianMode(PrivacyMode):
         needed = {
             "privacy.delta (a constant below 1/n)": self.delta is None,
             "datamodule.sample_rate": sampled and request.sample_rate is None,
-            "datamodule.sampling=poisson (the others are judged by that number)": sampled
+            "datamodule.sampling=poisson (the others are accounted with that number)": sampled
             and request.sampling != "poisson",
             "datamodule.expected_batch_size (what the noised sum is divided by)": request.expected_batch_size is None,
         }
@@ -208,8 +208,8 @@ class GaussianMode(PrivacyMode):
         path = Path(self.dataset_ledger)
         if run_dir is not None and path.expanduser().resolve().is_relative_to(run_dir.resolve()):
             raise ConfigurationError(
-                f"privacy.dataset_ledger={path} lies inside the run folder {run_dir}, where no other run on the data "
-                "set would find it. Put it beside the data."
+                f"privacy.dataset_ledger={path} is inside the run folder {run_dir}, where no other run on the data "
+                "set would find it. Put it next to the data."
             )
         return DatasetLedger(path, total_eps=self.total_eps, budget=budget, accountant=self.accountant)
 

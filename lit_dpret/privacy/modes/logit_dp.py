@@ -89,7 +89,7 @@ class LogitDP(CoupledMode):
     def __post_init__(self) -> None:
         if self.delta is None:
             raise ConfigurationError(
-                "privacy.delta=null: Logit-DP states its delta. Set privacy.delta, a constant below 1/n."
+                "privacy.delta=null: privacy=logit_dp derives no delta. Set privacy.delta to a constant below 1/n."
             )
         self.max_grad_norm = self.max_logit_grad_norm
         super().__post_init__()
@@ -132,15 +132,13 @@ class LogitDP(CoupledMode):
         super().attach(module, plan, stream)
         coupling = self._plan.coupling
         if coupling is None:
-            raise ConfigurationError(
-                "privacy=logit_dp needs the plan that it made itself; this one has no sub-batches."
-            )
+            raise ConfigurationError("privacy=logit_dp needs a plan from its own plan(); this one has no sub-batches.")
         contrasted: Any = module
         self._loss = self._read_loss(module, coupling.expected)
         if coupling.loss not in ("", named(self._loss)):
             raise ConfigurationError(
                 f"The noise was planned for {coupling.loss}, and model.loss is now {named(self._loss)}, whose "
-                "sensitivity is another one. Set model.loss before the plan is made."
+                "sensitivity differs. Set model.loss before the plan is made."
             )
         _refuse_learned_loss(contrasted)
         settings: Any = {"pairs_at_once": self.pairs_at_once} if self.norms == "pair_ghost" else {}
@@ -179,7 +177,7 @@ class LogitDP(CoupledMode):
 
     def add(self, row_loss: Any, unit_ids: Tensor, mask: Tensor) -> None:
         raise UnsupportedModelError(
-            "privacy=logit_dp clips pairs, and row losses do not show them: it works through contribute(module, batch)."
+            "privacy=logit_dp clips pairs, and row losses do not show them. Call contribute(module, batch) instead."
         )
 
 
@@ -195,8 +193,8 @@ def _refuse_other_coefficients(loss: Any, scores: Tensor, answers: Tensor | None
     if float(gap) > TOLERANCE * float(largest) + TINY:
         raise UnsupportedModelError(
             f"privacy=logit_dp cannot train with {type(loss).__name__}: its coefficients are not the derivative of its "
-            "row losses, or depend on earlier batches, so that its bounds are those of another function. Make them "
-            "the derivative, of these scores alone; DeclaredPairLoss derives them from row_loss.",
+            "row losses, or depend on earlier batches, so its bounds are those of another function. Make them the "
+            "derivative, from these scores alone; DeclaredPairLoss derives them from row_loss.",
             trap="T11",
         )
 
@@ -209,7 +207,6 @@ def _refuse_learned_loss(module: Any) -> None:
     if learned:
         raise UnsupportedModelError(
             f"privacy=logit_dp bounds the gradients of similarities, and {learned[0]} is not part of them (a learned "
-            "temperature, a bias of the logits). Freeze it: set it to a public constant, as the temperature of "
-            "model.loss.",
+            "temperature, a bias of the logits). Freeze it at a public constant, as the temperature of model.loss is.",
             trap="T11",
         )

@@ -257,7 +257,7 @@ def test_a_module_whose_call_does_not_stand_is_refused() -> None:
         weights = {name: 2 * p for name, p in model.named_parameters()}
         return torch.func.functional_call(model, weights, (batch["x"],)).sum(1)
 
-    for case.losses, words in ((changed, "changed in place"), (doubled, "other weights than its own")):
+    for case.losses, words in ((changed, "changed in place"), (doubled, "weights other than its own")):
         check_refused(case, words)
 
 

@@ -173,8 +173,8 @@ class Odd(nn.Module):
         ("control_flow", "control flow"),
         ("buffer", "in-place"),
         ("count", "in-place"),
-        ("another_function", "something else for a row alone"),
-        ("batch_mean_without_gradient", "something else for a row alone"),
+        ("another_function", "another result for a row alone"),
+        ("batch_mean_without_gradient", "another result for a row alone"),
         ("batch_mean", "depends on another unit"),
     ],
 )
@@ -195,7 +195,7 @@ def test_a_module_that_mixes_rows_is_refused_beside_a_broken_unit_too(kind: str,
     plain, case.rows["scale"] = case.losses, torch.ones(4).double()
     case.losses = lambda b: plain(b) * b["scale"]
     case.rows["x" if where == "input" else "scale"][1] = float("nan")
-    check_refused(case, "something else for a row alone", engine="vmap")
+    check_refused(case, "another result for a row alone", engine="vmap")
 
 
 class Opaque:

@@ -116,7 +116,7 @@ def refuse_low_precision(name: str, parameter: Tensor) -> None:
 def _low_precision(what: str, dtype: torch.dtype) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{what} ({dtype}) has lower precision than fp32: norms and gradient come from two passes, whose rounding "
-        "errors would exceed the bound. Train in fp32."
+        "errors would exceed the bound. Train in fp32 (trainer.precision=32-true)."
     )
 
 
@@ -137,7 +137,7 @@ def refuse_randomness(module: nn.Module) -> None:
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise UnsupportedModelError(
                 f"{of} normalises with statistics of other records, so a pair's gradient is not a function of its own "
-                "two records. Replace it by GroupNorm.",
+                "two records. Replace it with GroupNorm.",
                 trap="T11",
             )
         rate = getattr(layer, "p", 0.0) if isinstance(layer, nn.modules.dropout._DropoutNd) else 0.0

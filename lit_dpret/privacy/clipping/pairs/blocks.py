@@ -72,7 +72,8 @@ class FromJacobians(PairNorms):
         if common and not self.shared:
             raise UnsupportedModelError(
                 f"Parameter {common[0]} is used by queries and passages, which were declared to share none, so a "
-                "pair's gradient has cross terms that would be missed. Leave shared=True."
+                "pair's gradient has cross terms that would be missed. Return shared=True from pair_shape() of the "
+                "module."
             )
         if not queries.names and not passages.names:
             raise UnsupportedModelError("The embeddings depend on no trainable parameter: nothing to clip.", trap="T13")
@@ -102,7 +103,7 @@ class FromJacobians(PairNorms):
                 if names is not None and name not in names:
                     raise UnsupportedModelError(
                         f"Parameter {name} is used for some rows and not for others, so what queries and passages "
-                        "share is not known. Choose norms=pair_ghost."
+                        "share is not known. Choose privacy.norms=pair_ghost."
                     )
                 found[name] = stacked(uses, parameter.shape, count, accumulator_dtype(parameter))
         return found
@@ -288,6 +289,6 @@ class LinearHead(PairNorms):
     @staticmethod
     def _refusal(reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"norms=linear_head is for a bias-free nn.Linear on frozen features, normalised: {reason}. "
-            "Choose norms=jacobian or norms=pair_ghost."
+            f"privacy.norms=linear_head is for a bias-free nn.Linear on frozen features, normalised: {reason}. "
+            "Choose privacy.norms=jacobian or privacy.norms=pair_ghost."
         )
