@@ -231,7 +231,7 @@ def test_a_copied_run_folder_does_not_run_while_its_original_does(tmp_path: Path
     copying = GoOnInACopy(tmp_path, eps=8.0)
     accountant = PrivacyAccountant(run_dir=tmp_path / "a", replay="never", eps_log_points=1)
     train(tmp_path / "a", module(tmp_path, eps=8.0), accountant=accountant, extra=[copying], save_every=1)
-    assert "going on already, in this folder or in a copy of it" in str(copying.refusal)
+    assert "already running, in this folder or in a copy of it" in str(copying.refusal)
     assert len(noise_keys(records(tmp_path / "copy"))) == 2, "the two steps that were copied, and no other"
     assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
     assert list(tmp_path.glob("*.lock")) == []

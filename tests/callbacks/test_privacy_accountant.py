@@ -304,7 +304,7 @@ def test_a_sampler_that_draws_more_than_it_says_is_noticed_and_charged(tmp_path:
     liar = Liar(eps_log_points=1, run_dir=tmp_path / "run")
     honest_cost = epsilon([GaussianRelease(noise_multiplier=2.0, law=Poisson(sample_rate=0.1))], delta=1 / 400,
                           neighbours="zero_out")  # fmt: skip
-    with pytest.raises(LedgerError, match=r"draws 0\.\d+ of the units per step where the plan says 0\.1"):
+    with pytest.raises(LedgerError, match=r"draws 0\.\d+ of the units per step, but the plan says 0\.1"):
         fit(tmp_path / "run", seeded(tmp_path, noise_multiplier=2.0), Numbers(sampling="poisson"), accountant=liar)
     assert spent(tmp_path / "run") > 2 * honest_cost, "the step that was made before it was noticed is charged in full"
 

@@ -141,9 +141,9 @@ def test_a_start_that_private_rows_interrupted_is_told_and_not_handed_on(tmp_pat
     run.step(1)
     finished(run, 0)
     card = finished(begun(tmp_path / "child", tmp_path / "parent"), 2)
-    [told] = [one for one in card["assumptions"] if "interrupted for no private row" in one["text"]]
+    [told] = [one for one in card["assumptions"] if "No private row interrupted" in one["text"]]
     assert told["holds"] is False and card["claim"]["guarantee"] == "dp"
-    assert any("interrupted for no private row" in banner for banner in card["banners"])
+    assert any("No private row interrupted" in banner for banner in card["banners"])
     shutil.rmtree(tmp_path / "parent")
     with pytest.raises(DataError, match="must not be handed on"):
         refuse_told_failures(tmp_path / "child" / CARD_NAME, "task.checkpoint=child", "the weights")

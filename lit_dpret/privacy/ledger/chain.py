@@ -54,7 +54,7 @@ def record_hash(record: Mapping[str, Any]) -> str:
 
 def storage_error(path: Path, doing: str, error: OSError) -> StorageError:
     """Return an error for an ``OSError`` that names the file, the reason, and what to do."""
-    way_out = _WAYS_OUT.get(error.errno or 0, f"{error.strerror or error}. Mend this, then resume the run")
+    way_out = _WAYS_OUT.get(error.errno or 0, f"{error.strerror or error}. Fix this, then resume the run")
     return StorageError(f"{path} could not be {doing}: {way_out}.")
 
 
@@ -198,7 +198,7 @@ class ChainedFile:
         except OSError as error:
             raise LedgerError(f"The ledger {self.path} was removed during the run; its claim is lost.") from error
         if (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino) or ours.st_size != self._length:
-            raise LedgerError(f"The ledger {self.path} was changed by somebody else during the run.")
+            raise LedgerError(f"The ledger {self.path} was changed by another program during the run.")
         return self._file
 
     def _write(self, file: IO[bytes], data: bytes) -> None:
@@ -301,7 +301,7 @@ def left_behind(descriptor: int) -> str:
         return ""
     workers = " ".join(sorted(left, key=int))
     return (
-        f" The run that locked it was killed and left workers behind, which end within seconds, or by: kill {workers}"
+        f" The run that locked it was killed and left workers behind. They end within seconds; or run: kill {workers}"
     )
 
 

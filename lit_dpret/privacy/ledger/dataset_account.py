@@ -54,8 +54,9 @@ class RunLock:
                 raise storage_error(self.path, "opened for writing", error) from error
             try:
                 refusal = (
-                    f"Run {self._run_id} is going on already, in this folder or in a copy of it: {self.path} is "
-                    "locked, and two copies of one run would spend one reservation twice. Wait for the other to end."
+                    f"Run {self._run_id} is already running, in this folder or in a copy of it: {self.path} is "
+                    "locked, and two copies of one run would spend one reservation twice. Wait for the other one to "
+                    "end."
                 )
                 lock(file, self.path, wait=0.0, refusal=refusal)
             except BaseException:

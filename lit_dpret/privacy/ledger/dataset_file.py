@@ -189,7 +189,7 @@ class DatasetBook:
         kind = record.get("kind")
         if kind == "dataset":
             if self.terms is not None:
-                raise LedgerError("a data set is begun twice.")
+                raise LedgerError("it has two records that begin a data set.")
             if problem := schema_problem(record.get("schema"), SCHEMA):
                 raise LedgerError(problem)
             if not record.get("id"):
@@ -225,7 +225,7 @@ class DatasetFile(ChainedFile):
     kinds: ClassVar[tuple[str, ...]] = ("dataset", "reserve", "settle", "repair")
     lock_wait: ClassVar[float] = 600.0
     lock_refusal: ClassVar[str] = (
-        "has been locked by another run for ten minutes. See what that run is doing, then start this one again."
+        "has been locked by another run for ten minutes. Check what that run is doing, then start this one again."
     )
 
     @classmethod

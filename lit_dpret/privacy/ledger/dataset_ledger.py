@@ -43,8 +43,8 @@ def note_sweep(ledger: PrivacyLedger, sweep: Mapping[str, Any] | None) -> None:
     if begun and (before or {}).get("id") != (sweep or {}).get("id"):
         ledger.close()
         raise ResumeError(
-            "resume=true with another trial_of than the run was begun with: its reservation is that sweep's. Restore "
-            "it, or start a new run in another hydra.run.dir."
+            "resume=true with another trial_of than at the start of the run, whose reservation belongs to that sweep. "
+            "Restore trial_of, or start a new run in another hydra.run.dir."
         )
     if not begun and sweep is not None:
         ledger.append("event", name=SWEEP_EVENT, sweep=dict(sweep))
@@ -90,8 +90,8 @@ def choose_place(places: Mapping[str, Releases], planned: Releases, *, sweep: st
         return min(covering, key=lambda name: _weight(covering[name]))
     if any(isinstance(release, NonPrivateRelease) for release in planned):
         raise ConfigurationError(
-            f"trial_of: sweep {sweep} holds no reservation for a run for which its own ledger lets nothing be claimed: "
-            "privacy.noise_seed or model.log_private_loss is set, or a private number was shown. Leave that out."
+            f"trial_of: sweep {sweep} holds no reservation for a run without a claim: privacy.noise_seed or "
+            "model.log_private_loss is set, or a private number was shown. Leave that out."
         )
     raise ConfigurationError(
         f"trial_of: sweep {sweep} holds no reservation for a run like this one ({len(places)} are left, for other "
@@ -123,10 +123,10 @@ def refusal_of_sweep(
         fit, fails = (middle, fails) if cost(middle) <= total.total_eps else (fit, middle)
     before = cost(0)
     if fit:
-        what = f"The first {fit} of them fit, at {show_epsilon(cost(fit))} in all"
+        what = f"The first {fit} of them fit, at {show_epsilon(cost(fit))} in total"
     else:
-        beside = f"None of them fits beside the {show_epsilon(before)} that other runs hold"
-        what = beside if before else "Not one of them fits"
+        beside = f"None of them fits on top of the {show_epsilon(before)} that other runs hold"
+        what = beside if before else "None of them fits"
     return (
         f"privacy.total_eps={total.total_eps:g} does not cover this sweep: with its {runs} private runs, "
         f"privacy.dataset_ledger={path} would hold epsilon {show_epsilon(total.epsilon)} "
@@ -318,8 +318,8 @@ class DatasetLedger:
         budget, where = self._budget, f"privacy.dataset_ledger={self.path} counts under"
         if self._identity not in (None, book.identity):
             raise LedgerError(
-                f"privacy.dataset_ledger={self.path} is another file than at the start of this run. Put that back: "
-                "what all runs have spent is in it."
+                f"privacy.dataset_ledger={self.path} is another file than at the start of this run. Restore that file: "
+                "it records what all runs have spent."
             )
         if book.terms is None:
             if self._total_eps is None:
@@ -335,8 +335,8 @@ class DatasetLedger:
         )
         if self._total_eps is not None and self._total_eps != terms["total_eps"]:
             raise ConfigurationError(
-                f"privacy.total_eps={self._total_eps:g}, but {self.path} was begun with {terms['total_eps']:g}, and a "
-                "promise about a data set is not changed by a later run. State that, or null to take it from the file."
+                f"privacy.total_eps={self._total_eps:g}, but {self.path} was begun with {terms['total_eps']:g}, and no "
+                "later run changes the limit of a data set. Set it to that, or to null to take it from the file."
             )
         return terms
 

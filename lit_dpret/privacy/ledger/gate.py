@@ -80,8 +80,8 @@ def no_accountant(module: str) -> ConfigurationError:
     """Return the error for training without an accountant."""
     return ConfigurationError(
         f"{module} has no privacy accountant: nothing would be counted. Give the Trainer "
-        "callbacks=[PrivacyAccountant(), PrivacyCard()] of lit_dpret, or leave callbacks.accountant as it is: one "
-        "counts, the other saves the weights and writes the card.",
+        "callbacks=[PrivacyAccountant(), PrivacyCard()] of lit_dpret, or do not remove callbacks.accountant: the first "
+        "counts, the second saves the weights and writes the card.",
         trap="T7",
     )
 
@@ -97,8 +97,8 @@ def refuse_other_sums(trainer: Any) -> None:
         )
     if trainer.gradient_clip_val:
         raise ConfigurationError(
-            f"trainer.gradient_clip_val={trainer.gradient_clip_val:g} clips the sum over the batch, which bounds "
-            "nothing that one unit does. Leave it null, and set privacy.max_grad_norm instead.",
+            f"trainer.gradient_clip_val={trainer.gradient_clip_val:g} clips the sum over the batch, which does "
+            "not bound the effect of one unit. Leave it null, and set privacy.max_grad_norm instead.",
             trap="T16",
         )
 
@@ -216,9 +216,9 @@ class ReleaseGate:
         # Out of order, the sampling law would differ from the one that is charged.
         if step != self.steps_done or attempt != self.run.attempt:
             raise DataError(
-                f"A batch of step {step}, attempt {attempt}, arrived where step {self.steps_done}, attempt "
-                f"{self.run.attempt}, was due: the loader does not hand out the sampler's draws in order, or a batch "
-                "was left out.",
+                f"A batch of step {step}, attempt {attempt}, arrived, but step {self.steps_done}, attempt "
+                f"{self.run.attempt}, was due: the loader does not return the sampler's draws in order, or a batch was "
+                "left out. Return the loader of the DataModule unchanged (datamodule.train_dataloader).",
                 trap="T38",
             )
         key = (attempt, step)
@@ -261,7 +261,10 @@ class ReleaseGate:
             known = permit.replay.get("update_hash")
             if known is not None and known != found:
                 self.run.ledger.append("event", name="replay_failed", attempt=permit.attempt, step=permit.step)
-                raise ResumeError(f"The repeated update of step {permit.step} differs from the recorded one.")
+                raise ResumeError(
+                    f"The repeated update of step {permit.step} differs from the recorded one. Run the same command "
+                    "once more: it will continue with fresh noise, and charge it."
+                )
             if permit.replay:
                 return  # the first execution was confirmed already
         self.run.ledger.confirm(
@@ -324,8 +327,8 @@ class ReleaseGate:
     def _refuse_overspending(self, plan: PrivacyPlan) -> NoReturn:
         if not plan.proved:
             raise BudgetExceededError(
-                f"The noise was calibrated for the steps that were planned, and {self.steps_done} are made. The run "
-                f"ends here.{self._way_to_finish()} In a new run plan more steps, or pay in advance with "
+                f"The noise was calibrated for the steps that were planned, and {self.steps_done} have been made. The "
+                f"run ends here.{self._way_to_finish()} In a new run plan more steps, or pay in advance with "
                 "callbacks.accountant.resume_reserve."
             )
         after = self._accountant.epsilon([*charged_releases(self.run.ledger.records), plan.release()])
@@ -333,7 +336,7 @@ class ReleaseGate:
         made = f"{charged} steps"
         if charged > self.steps_done:
             made += (
-                f", some of them twice, since this attempt went on after step {self._began_at}: go on from a later "
+                f", some of them twice, since this attempt began after step {self._began_at}: continue from a later "
                 "checkpoint if there is one (trainer.fit(ckpt_path=))"
             )
         raise BudgetExceededError(
@@ -349,8 +352,8 @@ class ReleaseGate:
         if not self.steps_done:
             return ""
         return (
-            f" To have the model of the steps that it made, resume it with trainer.max_steps={self.steps_done} and all "
-            "else as it was."
+            f" To get the model of the steps that it made, resume it with trainer.max_steps={self.steps_done} and all "
+            "else unchanged."
         )
 
     def _check_sampling(self, step: int, units: int) -> None:
@@ -381,8 +384,9 @@ class ReleaseGate:
                 text=f"{self._seen} units took part in {self._seen_steps} steps, more than the law allows",
             )
             raise LedgerError(
-                f"The loader draws {rate:.3g} of the units per step where the plan says {law.sample_rate:.3g}: "
-                "the claim would be false. The card charges what was drawn."
+                f"The loader draws {rate:.3g} of the units per step, but the plan says {law.sample_rate:.3g}: "
+                "the claim would be false. The card charges what was drawn. Return the loader of the DataModule "
+                "unchanged (datamodule.train_dataloader)."
             )
 
 
@@ -489,8 +493,8 @@ class SharedGate:
         if wrong is not None:
             raise PrivacyViolation(
                 f"Step {permit.step} does not have the noise that was planned: {wrong}. The privacy mode "
-                "(privacy=...) does something else than it says, so the step is charged as one without noise, the card "
-                "states no epsilon, and the run ends here. Mend privatize() of the mode, and start a new run.",
+                "(privacy=...) does not do what it reports, so the step is charged as one without noise, the card "
+                "states no epsilon, and the run ends here. Fix privatize() of the mode, and start a new run.",
                 trap="T36",
             )
         self.steps_done = permit.step + 1

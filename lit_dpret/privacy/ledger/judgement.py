@@ -139,8 +139,8 @@ def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
     found += _ended_by_rows(records)
     if again := len(intents) - announced:
         text = (
-            f"Nobody went back to an earlier checkpoint by what the run had released: {again} steps were made again "
-            f"with fresh noise, and are charged. Where somebody did, rely on the whole budget, epsilon = "
+            f"No earlier checkpoint was chosen by what the run had released: {again} steps were made again with fresh "
+            f"noise, and are charged. If one was, rely on the whole budget, epsilon = "
             f"{plan.budget.eps:g}."
         )
         found.append(Assumption(text, "unverified"))
@@ -153,8 +153,8 @@ def _added_up(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
     if total is None or total["runs"] < 2:
         return []
     text = (
-        f"For the total of all runs on this data set: what one {unit} of these data holds is in at most one {unit} of "
-        "the data of each other run that it counts."
+        f"For the total of all runs on this data set: the content of one {unit} of these data is in at most one {unit} "
+        "of the data of each other run that it counts."
     )
     return [Assumption(text, "unverified")]
 
@@ -166,8 +166,9 @@ def _not_compared(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumpti
         return []
     unit = plan.budget.unit_name
     text = (
-        f"What one {unit} of these data holds is in at most one {unit} of the data that the run was trained on before "
-        "its secret (privacy.secret_file) changed: with another secret nothing shows whether it is the same data set."
+        f"The content of one {unit} of these data is in at most one {unit} of the data that the run was trained on "
+        "before its secret (privacy.secret_file) changed: with another secret nothing shows whether it is the same "
+        "data set."
     )
     return [Assumption(text, "unverified")]
 
@@ -182,13 +183,13 @@ def _ended_by_rows(records: Sequence[Record]) -> list[Assumption]:
     where = ", ".join(f"after step {steps}" for _, steps in ends)
     if not went_on:
         text = (
-            "The run ended for no private row: it ended with a failure while private rows were read or computed "
-            f"({where}), and no noise covers that it did, or when."
+            "No private row ended the run: it ended with a failure while private rows were read or computed "
+            f"({where}), and no noise covers the fact or the time of that."
         )
         return [Assumption(text, "refuted", "no_claim")]
     text = (
-        "The run was interrupted for no private row: failures while private rows were read or computed interrupted it "
-        f"({where}), and no noise covers that they did, or when."
+        "No private row interrupted the run: failures while private rows were read or computed interrupted it "
+        f"({where}), and no noise covers the fact or the time of that."
     )
     return [Assumption(text, "refuted", "weights_alone")]
 
@@ -211,16 +212,16 @@ def _law_assumption(records: Sequence[Record], releases: Sequence[Record], plan:
             return Assumption(f"{text}: {why}.", "refuted")
         return Assumption(f"{text}: {other} steps drew by another law, which is charged.", "refuted", "charged")
     if isinstance(plan.law, Shuffle):
-        why = "they were shuffled instead, and for that no amplification is proved"
+        why = "they were shuffled instead, and no amplification is proved for that"
         return Assumption(
-            f"Batches were drawn by coins, so that sampling amplifies privacy: {why}.", "refuted", "charged"
+            f"Batches were drawn independently, so sampling amplifies privacy: {why}.", "refuted", "charged"
         )
     return Assumption(f"{text}.", "holds" if len(stated) == len(releases) else "unverified", "charged")
 
 
 def more_before(before: Sequence[int | None]) -> str:
     """Return a clause with the declared maximum units per person of each earlier run; empty without any."""
-    return "".join(f", or more than {most} to a run before it" for most in before if most is not None)
+    return "".join(f", or more than {most} to an earlier run" for most in before if most is not None)
 
 
 def _declared(plan: PrivacyPlan, before: Sequence[int | None]) -> list[Assumption]:
@@ -230,11 +231,11 @@ def _declared(plan: PrivacyPlan, before: Sequence[int | None]) -> list[Assumptio
         )
     elif plan.budget.neighbours == "zero_out":
         listed = "" if plan.budget.unit in ("image", "record") else " and the list of passages"
-        public = f"The number of units{listed} may be known to everybody."
+        public = f"The number of units{listed} may be public."
     else:
-        public = "The number of units may be known to everybody."
+        public = "The number of units may be public."
     several = [] if plan.max_units_per_user is None else [
-        f"Nobody contributed more than {plan.max_units_per_user} units{more_before(before)}; only the user-level "
+        f"No user contributed more than {plan.max_units_per_user} units{more_before(before)}; only the user-level "
         "epsilon depends on this."
     ]  # fmt: skip
     return [
@@ -243,10 +244,10 @@ def _declared(plan: PrivacyPlan, before: Sequence[int | None]) -> list[Assumptio
         *(Assumption(text, "unverified") for text in (
             *several,
             public,
-            "Whatever was done to the rows before the run used each unit's own rows and public data alone: no mean, "
+            "All processing of the rows before the run used each unit's own rows and public data alone: no mean, "
             "vocabulary, filter or trained features of the private rows are in them.",
-            "The noise is Gaussian and unpredictable to whoever does not hold its secret, and the secret stays secret.",
-            "Nothing else that was computed from the private data was let out: no loss, metric or chosen checkpoint.",
+            "The noise is Gaussian and unpredictable without its secret, and the secret stays secret.",
+            "Nothing else computed from the private data was released: no loss, metric or choice of a checkpoint.",
         )),
     ]  # fmt: skip
 
@@ -254,8 +255,8 @@ def _declared(plan: PrivacyPlan, before: Sequence[int | None]) -> list[Assumptio
 def _grid_assumption(plan: PrivacyPlan) -> Assumption:
     bound = plan.sensitivity / (1 + ROUNDING_SHARE)
     return Assumption(
-        f"The sum of a step as it was computed, its own additions in floating point included, moves by at most "
-        f"{bound:.8g}. What follows is integer arithmetic: the sum is rounded to a public grid and moves by at most "
+        f"The sum of a step as computed, including its additions in floating point, moves by at most "
+        f"{bound:.8g}. The rest is integer arithmetic: the sum is rounded to a public grid and moves by at most "
         f"{plan.sensitivity:.8g}, to which the noise multiplier refers, and the noise is a Gaussian rounded to that "
         "grid, drawn exactly.",
         "unverified",
@@ -284,7 +285,7 @@ def _bound_assumption(plan: PrivacyPlan) -> Assumption:
     if coupling is None:
         bound = "the clipping bound"
         if plan.clip_fraction_budget:
-            bound = f"{plan.sensitivity:g}, its clipped gradient and its place in the count of clipped units together"
+            bound = f"{plan.sensitivity:g}, its clipped gradient and its part in the count of clipped units together"
         engine = plan.engine
         if engine in _PRODUCTS:
             inputs, bits = _PRODUCTS[engine]
@@ -297,7 +298,7 @@ def _bound_assumption(plan: PrivacyPlan) -> Assumption:
     if coupling.claim == "refuted":
         return Assumption(f"{text}. That number is refuted: there are data that exceed it.", "refuted")
     if coupling.claim == "declared":
-        text += ". The number rests on bounds that were declared for this loss, and not proved here"
+        text += ". The number rests on bounds that were declared for this loss and are not proved here"
     return Assumption(f"{text}.", "unverified")
 
 
@@ -462,8 +463,8 @@ UNITS_UNNAMED = "units_unnamed"
 
 _NO_CLAIM_OF_ITS_OWN = ("none", "synthetic")
 _WORDS_ARE_PUBLIC = (
-    "The file of queries that the canaries took their words from is public, as declared: it was compared with the "
-    "queries of the run's own data alone, in the same words."
+    "The file of queries that the canaries took their words from is public, as declared: it was compared, word for "
+    "word, with the queries of the run's own data alone."
 )
 
 
@@ -478,7 +479,7 @@ def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
             f"No loss on private rows was shown: log_private_loss=true logged the training loss of every step{names}."
         )
     if any(plan.get("noise_seed") is not None for plan in plans):
-        found.append("Nobody else can compute the noise: privacy.noise_seed keyed it with a published number.")
+        found.append("No one else can compute the noise: privacy.noise_seed keyed it with a published number.")
     events = [record for record in records if record["kind"] == "event"]
     shown = [event["release"]["label"] for event in events if event.get("name") == PRIVATE_EVENT]
     for label in dict.fromkeys(shown):

@@ -72,7 +72,7 @@ class NoiseCheck:
                 continue
             total, version = sums.get(name, (None, None))
             if total is None:
-                return f"{name} was released and its clipped sum was not shown"
+                return f"{name} was released, but its clipped sum was not shown"
             # If the sum was changed in place, it is lost, and the difference below would be zero or meaningless noise.
             if version != _version(total):
                 return f"the sum of {name} was changed in place, so its noise cannot be measured: return new tensors"

@@ -213,7 +213,7 @@ class PrivateRun:
             if _is_of_no_step(PrivacyLedger.read(path).records):
                 raise ResumeError(
                     f"{path} is the ledger of a run that was refused or ended before its first step, so it records no "
-                    "spending: delete it, choose another hydra.run.dir, or set resume=true and no other setting."
+                    "spending: delete it, choose another hydra.run.dir, or set resume=true and change nothing else."
                 )
             raise ResumeError(
                 f"{path} already holds a ledger: a second run in this folder would hide what the first one "
@@ -279,8 +279,8 @@ class PrivateRun:
                 "set could not be compared",
             )
             warnings.warn(
-                "The secret (privacy.secret_file) is not the one that this run was begun with, so nothing shows that "
-                "the data set is still the same: the card states it as an assumption. For other data begin anew.",
+                "The secret (privacy.secret_file) is not the one that this run began with, so nothing shows that the "
+                "data set is still the same: the card states it as an assumption. For other data start a new run.",
                 stacklevel=2,
             )
             self.attempt += 1
@@ -353,7 +353,7 @@ def require_run(path: Path) -> None:
     if not path.exists():
         raise ResumeError(
             f"resume=true, and {path.parent} holds no {path.name}: a second run would begin there, on the same data. "
-            "Name the folder of the run in hydra.run.dir; where there is none yet, leave resume=true out."
+            "Set hydra.run.dir to the folder of the run; if no run was started yet, omit resume=true."
         )
 
 
@@ -367,7 +367,7 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None
     for place, setting in settings.items():
         was, is_now = _at(before, place), _at(now, place)
         if was != is_now:
-            longer = " To train longer, begin another run with init_from, once this one has ended."
+            longer = " To train longer, start another run with init_from, once this one has ended."
             return f"{setting}: {was!r} before, {is_now!r} now.{longer if setting.startswith('trainer.') else ''}"
     for key in _FIXED:
         if before.get(key) != now.get(key):

@@ -140,8 +140,8 @@ class KeyBook:
         key = _key(record)
         if key not in self.steps:
             raise LedgerError(
-                f"{record['kind']} of attempt {key[0]}, step {key[1]} without an earlier intent: noise was drawn "
-                "without announcement."
+                f"{record['kind']} of attempt {key[0]}, step {key[1]} without an earlier intent: its noise was not "
+                "announced before it was drawn."
             )
         return self.steps[key]
 
@@ -263,7 +263,7 @@ def _key(record: Mapping[str, Any]) -> Key:
     key = (record.get("attempt"), record.get("step"))
     for name, value in zip(("attempt", "step"), key, strict=True):
         if not is_whole(value) or value < 0:
-            raise LedgerError(f"{record.get('kind')} record: {name}={value!r} is not a whole number from 0.")
+            raise LedgerError(f"{record.get('kind')} record: {name}={value!r} is not an integer of at least 0.")
     return key  # type: ignore[return-value]
 
 
@@ -291,7 +291,7 @@ def realised_multiplier(record: Mapping[str, Any]) -> float:
 def _size(record: Mapping[str, Any], name: str) -> float:
     value = record.get(name)
     if not is_number(value) or not math.isfinite(value) or value < 0:
-        raise LedgerError(f"release record: {name}={value!r} is not a finite number from 0.")
+        raise LedgerError(f"release record: {name}={value!r} is not a finite number of at least 0.")
     return float(value)
 
 

@@ -375,7 +375,7 @@ def noted_in(folder: Path) -> frozenset[TrainedIn]:
                 found |= noted(json.loads(path.read_text(encoding="utf-8")))
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 raise DataError(
-                    f"{path} cannot be read. It names the runs that trained the model beside it: use the folder "
+                    f"{path} cannot be read. It names the runs that trained the model next to it: use the folder "
                     "unchanged.",
                     trap="T30",
                 ) from error

@@ -44,10 +44,10 @@ def test_nobody_else_gets_it_in_this_process_until_it_is_let_go(tmp_path: Path) 
     first, second = RunLock(tmp_path / "data.jsonl", "r"), RunLock(tmp_path / "data.jsonl", "r")
     first.take()
     first.take()
-    with pytest.raises(LedgerError, match="Run r is going on already"):
+    with pytest.raises(LedgerError, match="Run r is already running"):
         second.take()
     second.release()
-    with pytest.raises(LedgerError, match="Run r is going on already"):
+    with pytest.raises(LedgerError, match="Run r is already running"):
         second.take()
     first.release()
     second.take()
@@ -68,7 +68,7 @@ def test_another_path_to_the_same_ledger_leads_to_the_same_lock(tmp_path: Path) 
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "data.jsonl")
     lock = RunLock(tmp_path / "data.jsonl", "r")
     lock.take()
-    with pytest.raises(LedgerError, match="going on already"):
+    with pytest.raises(LedgerError, match="already running"):
         RunLock(tmp_path / "link.jsonl", "r").take()
     lock.release()
 
@@ -79,7 +79,7 @@ def test_a_killed_process_lets_it_go(tmp_path: Path) -> None:
     holder.start()
     assert held.wait(timeout=60)
     lock = RunLock(tmp_path / "data.jsonl", "r")
-    with pytest.raises(LedgerError, match="going on already") as refused:
+    with pytest.raises(LedgerError, match="already running") as refused:
         lock.take()
     assert ": kill " not in str(refused.value), "it still runs"
     holder.kill()
@@ -145,7 +145,7 @@ def test_a_forked_worker_cannot_let_it_go(tmp_path: Path) -> None:
         lock.release()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    with pytest.raises(LedgerError, match="going on already"):
+    with pytest.raises(LedgerError, match="already running"):
         RunLock(tmp_path / "data.jsonl", "r").take()
     lock.release()
 
