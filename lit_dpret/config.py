@@ -121,8 +121,8 @@ def listed(word: str | None = None) -> str:
         width = max(map(len, groups()))
         return "\n".join(
             [
-                "Chosen by group=name. lit-dpret list GROUP describes the choices of a group, lit-dpret list",
-                "GROUP=CHOICE the settings of one; lit-dpret list WORD finds settings, as lit-dpret list accountant.",
+                "Choose with group=name. lit-dpret list GROUP describes the choices of a group, lit-dpret list",
+                "GROUP=CHOICE the settings of one; lit-dpret list WORD finds settings: lit-dpret list accountant.",
                 "",
                 *(f"{name:{width}}  {', '.join(names(name))}" for name in groups()),
             ]
@@ -165,8 +165,8 @@ def _found(word: str) -> str:
         alike = difflib.get_close_matches(wanted, {*groups(), *(_last(key) for _, key in own)}, n=3)
         meant = f"Did you mean {' or '.join(alike)}? " if alike else ""
         raise ConfigurationError(
-            f"{word!r} is not a group of settings, and no choice or setting has it in its name. {meant}There are these "
-            f"groups: {', '.join(groups())}."
+            f"{word!r} is not a group of settings, and is in no name or description of a choice or setting. {meant}The "
+            f"groups are: {', '.join(groups())}."
         )
     return "\n".join(lines)
 
@@ -227,9 +227,9 @@ def format_help(program: str) -> str:
             "",
             "  lit-dpret list task       what each task does",
             "  lit-dpret list GROUP      what each choice of a group is; GROUP=CHOICE: its settings",
-            "  lit-dpret list WORD       the settings that have the word in their name, as accountant",
+            "  lit-dpret list WORD       the settings with the word in their name, such as accountant",
             f"  {program} ... --cfg job   the settings of a command, without running it",
-            f"  {program} -m ...          one run for each of several values, as privacy.eps=1,3,8",
+            f"  {program} -m ...          one run for each of several values, such as privacy.eps=1,3,8",
             f"  {program} --hydra-help    options of Hydra",
         ]
     )
@@ -240,7 +240,7 @@ def configuration_page() -> str:
     lines = [
         "# Every setting",
         "",
-        "Written from the files of `configs/` and the docstrings of what they construct, when this site is built.",
+        "Generated from the files of `configs/` and the docstrings of what they construct, when this site is built.",
         "`group=name` chooses a file, `group.key=value` sets a key of it, `lit-dpret list GROUP=CHOICE` prints",
         "a section of this page.",
         "",

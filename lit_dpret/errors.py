@@ -237,4 +237,4 @@ def in_words(error: BaseException) -> str:
         return "its compressed data are broken"
     if isinstance(error, OSError):
         return error.strerror or str(error) or "it cannot be opened"
-    return "a part of it is missing, or has another form"
+    return "a part of it is missing or malformed"

@@ -56,7 +56,7 @@ _ARGUMENTS = {
     ),
     "max_steps": "it belongs to the Trainer",
     "max_epochs": "it belongs to the Trainer",
-    "privacy": "the mode is DPSGD, and takes its arguments from make_private; derive from PrivateModule for another",
+    "privacy": "the mode is DPSGD, with arguments of make_private; for another mode derive from PrivateModule",
     "log_private_loss": "derive from PrivateModule, which has it",
 }
 #: Hooks that Lightning would call and a wrapper around the module does not.
@@ -109,8 +109,10 @@ class MadePrivate(PrivateModule):
     def load_from_checkpoint(cls, checkpoint_path: str | Path, **settings: Any) -> Any:  # type: ignore[override]
         """Refuse to load: a checkpoint holds the inner module."""
         raise UnsupportedModelError(
-            f"The result of make_private is not loaded from a checkpoint: call load_from_checkpoint of your own class "
-            f"{cls.__name__}. To train on, give trainer.fit a new make_private(...) and ckpt_path={checkpoint_path}."
+            "The result of make_private cannot be loaded from a checkpoint, which holds the module inside it. Call "
+            f"load_from_checkpoint of that module's class ({cls.__name__}). To continue training, give the Trainer "
+            "callbacks=[PrivacyAccountant(resume=True)], and trainer.fit a new make_private(...) and "
+            f"ckpt_path={checkpoint_path}."
         )
 
     def complete_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -122,8 +124,8 @@ class MadePrivate(PrivateModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if CLASS_KEY not in checkpoint and not any(name.startswith(_INNER) for name in checkpoint["state_dict"]):
             raise ResumeError(
-                f"The checkpoint of {type(self).__name__} was written by a plain training, which no card would count. "
-                "Continue from a checkpoint of this run folder, or omit trainer.fit(ckpt_path=).",
+                f"The checkpoint of {type(self).__name__} comes from training without privacy, which no card would "
+                "count. Continue from a checkpoint of this run folder, or omit trainer.fit(ckpt_path=).",
                 trap="T30",
             )
         # Also compare weight names, since the class may be imported from elsewhere by now.
@@ -140,8 +142,9 @@ class MadePrivate(PrivateModule):
             if self._collate_fn is not default_collate:
                 raise
             raise DataError(
-                f"collate_fn: torch's default_collate makes no batch of these rows ({first_line(error).rstrip('.')}). "
-                "Pass make_private a collate_fn that does, for example one that pads to one length."
+                "collate_fn: torch's default_collate cannot make a batch of these rows "
+                f"({first_line(error).rstrip('.')}). Pass make_private a collate_fn that does, for example one that "
+                "pads to one length."
             ) from error
         _refuse_other_features(features, len(rows))
         return features if isinstance(features, dict) else {_LONE: features}
@@ -163,7 +166,7 @@ class MadePrivate(PrivateModule):
         if get_spawning_popen() is not None:  # its class has the inner class's name, so pickle cannot find it by name
             raise ConfigurationError(
                 "The result of make_private cannot be sent to a spawned process. For several processes set "
-                "strategy='ddp' of the Trainer; for a loader that starts its workers by spawn, num_workers=0."
+                "strategy='ddp' in the Trainer; for a loader that spawns its workers, set num_workers=0."
             )
         return super().__reduce_ex__(protocol)
 
@@ -239,7 +242,7 @@ def make_private(
     for argument, value in (("per_row_loss", per_row_loss), ("collate_fn", collate_fn)):
         if not callable(value):
             raise ConfigurationError(
-                f"{argument}={value!r} is not a function, and make_private calls it with each batch."
+                f"{argument}={value!r} is not callable, and make_private calls it with each batch."
             )
     if not _takes(per_row_loss, 2):
         name = getattr(per_row_loss, "__name__", repr(per_row_loss))
@@ -308,9 +311,9 @@ def _warn_of_untrained(module: nn.Module, per_row_loss: Any) -> None:
     own = owner.named_parameters() if isinstance(owner, nn.Module) else ()
     if left := [name for name, each in own if each.requires_grad and id(each) not in trained]:
         rank_zero_warn(
-            f"per_row_loss={type(owner).__name__} has parameters of its own ({left[0]}) that are not trained: those of "
-            f"{type(module).__name__} are. Make the loss a part of it (module.loss = loss), or freeze them "
-            "(requires_grad_(False))."
+            f"per_row_loss={type(owner).__name__} has parameters ({left[0]}) that are not trained: only those of "
+            f"{type(module).__name__} are. Make the loss a part of the module (module.loss = loss), or freeze its "
+            "parameters (requires_grad_(False))."
         )
 
 
@@ -391,6 +394,6 @@ def _refuse_other_features(features: Any, rows: int, place: str = "") -> None:
         found = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise UnsupportedModelError(
             f"collate_fn gave {found} at batch{place} for {rows} rows: each value must be a tensor whose first axis "
-            "is the rows. Pass make_private a collate_fn that returns such tensors without texts and names.",
+            "is the rows. Pass make_private a collate_fn that returns such tensors only, and no strings.",
             trap="T11",
         )

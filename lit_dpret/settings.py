@@ -49,7 +49,7 @@ def require_whole(where: str, settings: object, least: int, *names: str, null: b
         wrong = not is_whole(value) or value < least
         if wrong and not (null and value is None):
             raise ConfigurationError(
-                f"{where}.{name}={value!r} must be a whole number of at least {least}{', or null' if null else ''}."
+                f"{where}.{name}={value!r} must be an integer of at least {least}{', or null' if null else ''}."
             )
 
 
@@ -190,12 +190,12 @@ def built(kind: type[T], found: object, where: str) -> T:
     if found is None:
         found = {}
     if not isinstance(found, Mapping):
-        raise ConfigurationError(f"{where} is {found!r}, and settings by name are needed.")
+        raise ConfigurationError(f"{where}={found!r} must be a mapping of settings by name.")
     hints = get_type_hints(kind)
     known = {one.name: one for one in fields(kind) if one.init}  # type: ignore[arg-type]
     for key in found:
         if key not in known:
-            raise ConfigurationError(f"{where}.{key} is not known; there are {', '.join(known)}.")
+            raise ConfigurationError(f"{where}.{key} is not a setting. The settings are {', '.join(known)}.")
     values: dict[str, Any] = {}
     for name, one in known.items():
         if name in found:
@@ -243,4 +243,4 @@ def _value(hint: Any, found: Any, where: str) -> Any:
             pass
     if isinstance(hint, type) and type(found) is hint:
         return found
-    raise ConfigurationError(f"{where}={found!r} is no {getattr(hint, '__name__', hint)}.")
+    raise ConfigurationError(f"{where}={found!r} must be of type {getattr(hint, '__name__', hint)}.")

@@ -13,7 +13,7 @@ from lit_dpret.errors import ConfigurationError
 _LONG = 4
 #: Units to inspect before concluding that rows hold no texts.
 _TRIED = 99
-_PUBLISHED = "it is published, and the queries are protected. Take a text of public data."
+_PUBLISHED = "it is published, and the queries are protected. Take a text from public data."
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 

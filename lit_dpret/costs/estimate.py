@@ -90,7 +90,7 @@ def measure(
     """
     if not isinstance(module, QueryGenerator):
         raise ConfigurationError(
-            f"The formulas support language models (model=generator) only, not {type(module).__name__}."
+            f"Costs are known for language models (model=generator) only, not for {type(module).__name__}."
         )
     rows = plan.physical_batch_size
     found = measure_step(module, plan, device, rows=rows, autocast=autocast, secure_rng=secure_rng)

@@ -220,7 +220,7 @@ def resident(device: torch.device, field: str = "VmRSS") -> int:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError as error:
         raise ConfigurationError(
-            "task.measure=true reads the memory of a process from /proc, which this system does not have. "
+            "task.measure reads the memory of a process from /proc, which this system does not have. "
             "Set task.measure=false for an estimate."
         ) from error
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

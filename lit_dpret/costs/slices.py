@@ -122,7 +122,9 @@ def slice_of(outline: GeneratorOutline, encoder: int, decoder: int) -> QueryGene
             gradient_checkpointing=outline.gradient_checkpointing,
         )
     except LitDpretError as error:
-        raise ConfigurationError(f"{outline.name} cannot be tried in slices of a few layers: {error}") from error
+        raise ConfigurationError(
+            f"{outline.name} cannot be built with a few layers for task.measure=slices: {error}"
+        ) from error
 
 
 # The fields that determine a layer's shape; token ids and generation settings stay with the tokenizer of the slice.

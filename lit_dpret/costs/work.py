@@ -66,7 +66,7 @@ def work_of(outline: Any) -> Work:
     model: Any = outline.model
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
-        raise ConfigurationError(f"The formulas support language models (model=generator) only, not {outline.name}.")
+        raise ConfigurationError(f"Costs are known for language models (model=generator) only, not for {outline.name}.")
     source, target = outline.source_length, outline.max_query_length
     fields = model.config.to_dict()
 

@@ -199,7 +199,9 @@ class HardNegativeSoftmaxLoss(_RowLoss):
                 f"query; query embeddings have shape {tuple(query_embeddings.shape)}."
             )
         if own is not None and (own.dim() != 3 or len(own) != rows):
-            raise ConfigurationError(f"own negatives of shape {tuple(own.shape)} are not some for each of {rows} rows.")
+            raise ConfigurationError(
+                f"own has shape {tuple(own.shape)}; it must be (rows, each, dim), with {rows} rows."
+            )
         logits = [self._of_rows(query_embeddings, positive_embeddings.unsqueeze(1))]
         if own is not None:
             logits.append(_left_out(self._of_rows(query_embeddings, own), own_mask))
@@ -245,8 +247,8 @@ class MarginMSELoss(_RowLoss):
         rows, each = len(query_embeddings), negative_embeddings.shape[1] if negative_embeddings.dim() == 3 else -1
         if negative_embeddings.dim() != 3 or len(negative_embeddings) != rows or margins.shape != (rows, each):
             raise ConfigurationError(
-                f"negatives of shape {tuple(negative_embeddings.shape)} with margins of shape {tuple(margins.shape)} "
-                f"are not one margin for each of some negatives of each of {rows} rows."
+                f"negative_embeddings has shape {tuple(negative_embeddings.shape)}, and margins "
+                f"{tuple(margins.shape)}; they must be (rows, each, dim) and (rows, each), with {rows} rows."
             )
         device = query_embeddings.device
         left_out = torch.zeros(rows, each, dtype=torch.bool) if mask is None else mask

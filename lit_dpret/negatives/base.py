@@ -166,7 +166,7 @@ class TrainTexts:
         self, passages: Mapping[str, str], queries: Mapping[str, str], judged: Mapping[str, Mapping[str, int]]
     ) -> None:
         if not passages:
-            raise DataError("There are no public passages to take negatives from.")
+            raise DataError("The data set has no public passages to take negatives from.")
         listed = dict(sorted(passages.items()))
         self.passage_ids, self.passages = list(listed), list(listed.values())
         self.query_ids, self.queries = list(queries), list(queries.values())
@@ -184,8 +184,8 @@ class TrainTexts:
         """Read the public passages and judgements of a DataModule, and the queries that some passage answers."""
         if getattr(data, "planted_facts", None) is not None:
             raise ConfigurationError(
-                "model.negatives take negatives for the train queries of the data, and planted canaries are not among "
-                "them. Set canaries to null, or model.negatives to in_batch or a pool."
+                "model.negatives finds negatives for the train queries of the data set, and planted canaries are not "
+                "among them. Set canaries to null, or model.negatives to in_batch, or to null for the mode's default."
             )
         queries, judged = data.evaluation_set("train")
         answered = {query for query, grades in judged.items() if any(grade > 0 for grade in grades.values())}

@@ -139,8 +139,8 @@ def read_labels(path: str | Path) -> list[LabelledNegative]:
                 raise ValueError
         except (ValueError, IndexError):
             raise DataError(
-                f"{place} line {number}: query id, passage id, negative id and a finite margin are expected, between "
-                "tabs."
+                f"{place} line {number}: query id, passage id, negative id and a finite margin are expected, "
+                "separated by tabs."
             ) from None
         found.append(LabelledNegative(query_id=query, passage_id=passage, negative_id=negative, margin=margin))
     return found

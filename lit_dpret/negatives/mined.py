@@ -246,7 +246,9 @@ class DynamicNegatives(MinedSource):
         return search(query_embeddings.to(index.dtype), index, k, tie_rank=self._tie_rank)
 
     def choose(self, seat: Seat, *, step: int, epoch: int) -> list[int]:
-        raise ConfigurationError("model.negatives.dynamic is searched with embeddings of queries, at each step.")
+        raise ConfigurationError(
+            "model.negatives.dynamic has no choose(): it searches with embeddings of queries, at each step."
+        )
 
     def choose_near(self, seat: Seat, query_embedding: Tensor, top: TopK, row: int, *, step: int) -> list[int]:
         """Return the indices of passages for one row, from the result of `nearest`."""

@@ -183,7 +183,9 @@ class MinedShards:
                 _make_private(self.folder)
                 (self.folder / "README.txt").write_text(_WARNING, encoding="utf-8")
         except OSError as error:
-            raise StorageError(f"{self.folder} cannot be made: {error.strerror}. Choose another cache_dir.") from error
+            raise StorageError(
+                f"{self.folder} cannot be created: {error.strerror}. Choose another cache_dir."
+            ) from error
 
     def missing(self, size: int) -> Iterator[range]:
         """Yield the queries without a shard, in ranges of at most ``size``."""
@@ -199,7 +201,7 @@ class MinedShards:
         path = self._path(span)
         content = io.BytesIO()
         np.savez(content, schema=np.array(SCHEMA), **vars(part))
-        advice = "What was mined is kept: mend this and run the same command again."
+        advice = "What was mined is kept: fix this and run the same command again."
         write_whole(path, content.getvalue(), advice=advice, owner_only=True)
 
     def read(self) -> Mined:
@@ -246,6 +248,7 @@ def check_private_place(folder: Path, knob: str) -> None:
     """Refuse to store rankings of private queries in a folder whose path is not marked private."""
     if PRIVATE not in folder.parts:
         raise ConfigurationError(
-            f"{knob}={folder} would hold rankings for private queries, as private as they are. Name a folder in whose "
-            f"path one part is {PRIVATE!r}, as RUN/{PRIVATE}/negatives, or set it to null to keep none."
+            f"{knob}={folder} would hold rankings for private queries, which are as private as the queries. Name a "
+            f"folder whose path has a part {PRIVATE!r}, such as RUN/{PRIVATE}/negatives, or set it to null to keep "
+            "none."
         )

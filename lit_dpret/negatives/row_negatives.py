@@ -94,14 +94,14 @@ class RowNegatives:
     def assumptions(self) -> list[str]:
         """Return the unverifiable assumptions about files of sources, as statements for the card."""
         made_of = {
-            "dp": "its own query and of public data alone",
-            "inherited": "the queries that the parent of this card covers and of public data alone",
+            "dp": "its own query and public data alone",
+            "inherited": "the queries that the parent of this card covers and public data alone",
         }.get(self._guarantee)
         if made_of is None:
             return []
         return [
-            f"Each line of the file of model.negatives.{source.name} ({Path(source.file).name}) was made of {made_of}, "
-            f"{'as declared' if source.is_declared else 'which nothing declares or checks'}."
+            f"Each line of the file of model.negatives.{source.name} ({Path(source.file).name}) was made from "
+            f"{made_of}, {'as declared' if source.is_declared else 'which nothing declares or checks'}."
             for source in self.sources
             if source.file is not None
         ]
@@ -148,8 +148,8 @@ class RowNegatives:
                 return
             rank_zero_warn(
                 f"The rankings that epoch {epoch} began with are not in model.negatives.static.cache_dir="
-                f"{static.cache_dir}: passages are mined again, with the weights of now, and this run will differ from "
-                "one without an interruption."
+                f"{static.cache_dir}: passages are mined again, with the current weights, and this run will differ "
+                "from one without an interruption."
             )
         static.remine(epoch)
 
@@ -220,7 +220,7 @@ class RowNegatives:
     def _known(self) -> TrainTexts:
         if self.texts is None:
             raise ConfigurationError(
-                "model.negatives were not prepared: give the Trainer a DataModule that lists its public passages, or "
+                "model.negatives was not prepared: give the Trainer a DataModule that lists its public passages, or "
                 "call learn_negatives."
             )
         return self.texts
@@ -259,9 +259,9 @@ def refusal(source: NegativeSource, mode: PrivacyMode | type[PrivacyMode]) -> st
     if source.gather:
         return "it gathers rows from other processes, and the batch that the mode bounds is that of one process"
     if source.name == "gold" and mode.unit == "pair":
-        return "a judgement that a passage does not answer is part of no pair, so nothing that is claimed covers it"
+        return "a judgement that a passage does not answer is part of no pair, so the claim does not cover it"
     if not source.is_declared:
-        return "nobody declared that each line of its file was made of its own query and of public data alone"
+        return "it is not declared that each line of its file was made from its own query and public data alone"
     if mode.candidates in ("rows", "pool"):
         if source.couples_rows:
             return "it makes the loss of a row depend on other rows, so that clipping each row bounds nothing"
@@ -276,8 +276,8 @@ def check_sources(sources: Sequence[NegativeSource], mode: PrivacyMode) -> None:
     names = [source.name for source in sources]
     if not names:
         raise ConfigurationError(
-            "model.negatives is empty: a query needs negatives. Leave it null for what the privacy "
-            "mode takes by itself, or name sources."
+            "model.negatives is empty: a query needs negatives. Leave it null for those of the "
+            "privacy mode, or name sources."
         )
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigurationError(f"model.negatives names {twice} twice; raise its per_query instead.")
@@ -297,7 +297,7 @@ def _way_out(source: NegativeSource, mode: PrivacyMode) -> str:
     if source.gather:
         return f"Set model.negatives.{source.name}.gather=false."
     if not source.is_declared:
-        return f"If it was, set model.negatives.{source.name}.lines_are_independent=true."
+        return f"If that is so, set model.negatives.{source.name}.lines_are_independent=true."
     if source.name == "gold" and mode.unit == "pair":
         return "Set privacy.unit=query."
     if mode.candidates in ("rows", "pool"):
@@ -345,9 +345,9 @@ def _copy_of(source: PassageSource, shared: Mapping[int, Any], mode: str) -> Pas
         return copy.deepcopy(source, dict(shared))
     except Exception as error:  # user code may raise anything
         raise UnsupportedModelError(
-            f"privacy={mode} cannot take model.negatives.{source.name}: {type(source).__name__} cannot be copied, and "
-            f"so not examined ({type(error).__name__}: {first_line(error)}). Give it a __deepcopy__ that shares the "
-            "rest.",
+            f"privacy={mode} cannot take model.negatives.{source.name}: {type(source).__name__} cannot be copied, so "
+            f"it cannot be examined ({type(error).__name__}: {first_line(error)}). Give it a __deepcopy__ that shares "
+            "what cannot be copied.",
             trap="T11",
         ) from error
 

@@ -254,7 +254,7 @@ def test_a_loss_that_treats_records_by_their_place_is_caught() -> None:
     def first_counts_double(table: Tensor) -> Tensor:
         return hinge(table) * torch.tensor([2.0] + [1.0] * (len(table) - 1), dtype=table.dtype)
 
-    with pytest.raises(PrivacyViolation, match="by their place"):
+    with pytest.raises(PrivacyViolation, match="position of records"):
         quick(replace(DECLARED, row_loss=first_counts_double))
 
 

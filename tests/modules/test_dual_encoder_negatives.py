@@ -340,7 +340,7 @@ def test_a_declared_file_stands_on_the_card_as_an_assumption_and_so_does_another
     card = run("second.jsonl", resume=True, steps=4)
     said = {a["text"]: a["holds"] for a in card["assumptions"] if "model.negatives" in a["text"]}
     assert said == {
-        f"Each line of the file of model.negatives.gold ({name}) was made of its own query and of public data alone, "
+        f"Each line of the file of model.negatives.gold ({name}) was made from its own query and public data alone, "
         "as declared.": "unverified"
         for name in ("first.jsonl", "second.jsonl")
     }
@@ -351,8 +351,8 @@ def test_a_declared_file_stands_on_the_card_as_an_assumption_and_so_does_another
 def test_under_synthetic_a_file_of_negatives_stands_on_the_card_too(tmp_path: Path) -> None:
     module = dual(SyntheticData(), negatives=[InBatchNegatives(), hard_negatives(tmp_path / "mined.jsonl")])
     assert module.assumptions() == [
-        "Each line of the file of model.negatives.gold (mined.jsonl) was made of the queries that the parent of this "
-        "card covers and of public data alone, as declared."
+        "Each line of the file of model.negatives.gold (mined.jsonl) was made from the queries that the parent of this "
+        "card covers and public data alone, as declared."
     ]
     assert dual(negatives=[hard_negatives(tmp_path / "mined.jsonl")]).assumptions() == []  # there is no claim
 
@@ -411,7 +411,7 @@ def test_where_no_rankings_are_kept_a_resumed_epoch_says_that_it_mines_again(tmp
     with pytest.raises(Killed):
         epochs(tmp_path / "run", cache=None, kill=5)
     # Other passages make another sum, for which the noise of the step that is repeated must not be used: said, too.
-    with pytest.warns(UserWarning, match="mined again, with the weights of now"), suppress(ResumeError):
+    with pytest.warns(UserWarning, match="mined again, with the current weights"), suppress(ResumeError):
         epochs(tmp_path / "run", cache=None, resume=True)
     module = epochs(tmp_path / "run", cache=None, resume=True)
     assert module.trainer.global_step == 6

@@ -53,14 +53,15 @@ class PairwiseLoss(ABC):
         require_choice("loss.similarity", self.similarity, ("cosine", "dot"))
         if self.similarity == "cosine" and self.radius is not None:
             raise ConfigurationError(
-                f"loss.radius={self.radius} bounds embeddings of similarity=dot; a cosine has none. Leave it null."
+                f"model.loss.radius={self.radius} bounds embeddings of similarity=dot; a cosine has none. Leave it "
+                "null."
             )
         if self.radius is not None:
             checked_positive("radius", self.radius)
         if self.similarity == "dot" and self.radius is None and self._needs_range:
             raise ConfigurationError(
-                f"{type(self).__name__} with loss.similarity=dot needs loss.radius, the norm to which embeddings are "
-                "projected: without a largest score its sensitivity is unbounded."
+                f"{type(self).__name__} with model.loss.similarity=dot needs model.loss.radius, the norm to which "
+                "embeddings are projected: without a largest score its sensitivity is unbounded."
             )
 
     @property
@@ -125,7 +126,7 @@ class PairwiseLoss(ABC):
         if relation not in get_args(Relation):
             raise ConfigurationError(
                 f"relation={relation!r} is not one of {', '.join(get_args(Relation))}: sensitivities of losses over "
-                "pairs are known for these alone. Zeroing out a record is add_or_remove."
+                "pairs are known for these only. Zeroing out a record is add_or_remove."
             )
         require_whole("privacy", {"n_max": n_max}, 1)
         return self._supremum(n_max, relation)
@@ -177,7 +178,7 @@ def checked_normaliser(n0: float | None, loss: str) -> float:
     """Return ``n0``; refuse it if it is not set."""
     if n0 is None:
         raise ConfigurationError(
-            f"{loss} divides by a fixed public number and never by the realised size, which is private. Set loss.n0, "
-            "or call for_expected_size with the expected size of a sub-batch."
+            f"{loss} divides by a fixed public number and never by the realised size, which is private. Set "
+            "model.loss.n0, or call for_expected_size with the expected size of a sub-batch."
         )
     return n0

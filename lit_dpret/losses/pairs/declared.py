@@ -65,7 +65,7 @@ class DeclaredPairLoss(PairwiseLoss):
         for name, value in zip(("g1", "g2", "l"), bounds, strict=True):
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigurationError(
-                    f"{name}({n}, {self.low:g}, {self.high:g}) = {value}, where a finite bound of at least 0 is needed."
+                    f"{name}({n}, {self.low:g}, {self.high:g}) = {value}, but a finite bound of at least 0 is needed."
                 )
         return bounds
 
@@ -174,7 +174,9 @@ def check_declared_bounds(
             includes the table.
     """
     if not (sizes and relations):
-        raise ConfigurationError(f"sizes={sizes} and relations={relations} leave nothing to check. Name one of each.")
+        raise ConfigurationError(
+            f"sizes={sizes} and relations={relations} leave nothing to check. Give at least one of each."
+        )
     found: dict[tuple[Relation, int], float] = {}
     for n in sizes:
         if isinstance(loss, DeclaredPairLoss):
@@ -199,9 +201,9 @@ def _check_order(loss: DeclaredPairLoss, n: int, seed: int) -> None:
         again = loss.coefficients(table[order[:, None], order])
         if not torch.allclose(moved, again, rtol=1e-6, atol=1e-9, equal_nan=True):
             raise PrivacyViolation(
-                f"row_loss treats records by their place: with its records in the order {order.tolist()} it weighs "
-                f"the pairs of scores {_shown(table)} differently. Any record may be the one that changes, so the "
-                "declared bounds would not cover it."
+                f"row_loss depends on the position of records: with its records in the order {order.tolist()} it "
+                f"weighs the pairs of scores {_shown(table)} differently. Any record may be the one that changes, so "
+                "the declared bounds would not cover it."
             )
 
 

@@ -81,7 +81,7 @@ class SoftmaxPairLoss(_TemperedLoss):
             if relation != "add_or_remove":
                 raise ConfigurationError(
                     f"The paper states Lemma 4.5 for add_or_remove, not for relation={relation!r}. "
-                    "Choose loss.sensitivity_from=proof."
+                    "Choose privacy.sensitivity=proof, or sensitivity_from='proof' of the loss."
                 )
             return 2.0 * (1.0 + (n - 2) * largest_share(n, self._inverse_ratio)) / self.temperature
         return softmax_supremum(n, self._inverse_ratio, relation) / self.temperature
