@@ -150,6 +150,7 @@ class SweepFolder:
             budget=budget or PrivacyBudget(**self.facts["budget"]),
             accountant=self.facts["accountant"],
             sweep=self.id if trial else None,
+            group="privacy" if trial else "task",
         )
 
     @property

@@ -179,7 +179,7 @@ class Sweep(Settings):
     def _ledger(self, budget: PrivacyBudget | None) -> DatasetLedger | None:
         if budget is None or self.dataset_ledger is None:
             return None
-        return DatasetLedger(self.dataset_ledger, total_eps=self.total_eps, budget=budget)
+        return DatasetLedger(self.dataset_ledger, total_eps=self.total_eps, budget=budget, group="task")
 
     def _refuse_uncounted(self, parts: Parts, epsilon: float, delta: float) -> None:
         cost = f"all trials together cost epsilon {show_epsilon(epsilon)} at delta {show_delta(delta)}"

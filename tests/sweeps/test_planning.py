@@ -380,7 +380,7 @@ def test_a_limit_that_just_covers_start_and_trials_is_enough_and_a_smaller_one_r
 ) -> None:
     (tmp_path / "scratch").mkdir()
     needed = cost(planned(tmp_path / "scratch", trials=1).places[0].own, 2, parent)
-    with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps"):
+    with pytest.raises(BudgetExceededError, match=r"task\.total_eps"):
         planned(tmp_path, start=parent, total_eps=needed * (1 - 1e-4))
     assert not (tmp_path / "data.jsonl").exists()
     sweep = planned(tmp_path, start=parent, total_eps=needed * (1 + 1e-9))

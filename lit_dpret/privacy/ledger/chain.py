@@ -28,7 +28,7 @@ _WAYS_OUT = {
     errno.ENOSPC: "the disk is full. Free some space, then resume the run",
     errno.EDQUOT: "the disk quota is used up. Free some space, then resume the run",
     errno.EFBIG: "the file size limit is reached. Raise it (ulimit -f), then resume the run",
-    errno.EIO: "the disk reports an input/output error. Move the run folder to a sound disk, then resume the run",
+    errno.EIO: "the disk reports an input/output error. Move the folder to a sound disk, then resume the run",
     errno.EACCES: "the folder cannot be written. Choose another hydra.run.dir, or change its permissions",
     errno.EPERM: "the folder cannot be written. Choose another hydra.run.dir, or change its permissions",
     errno.EROFS: "the file system is read-only. Choose another hydra.run.dir",
@@ -36,6 +36,7 @@ _WAYS_OUT = {
     errno.EEXIST: "a part of the path is a file, not a folder. Choose another hydra.run.dir",
     errno.EISDIR: "the path is a folder, not a file. Choose another hydra.run.dir",
 }
+_KNOB = "hydra.run.dir"
 
 
 def canonical_json(value: object) -> str:
@@ -52,10 +53,13 @@ def record_hash(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical_json(body).encode()).hexdigest()
 
 
-def storage_error(path: Path, doing: str, error: OSError) -> StorageError:
-    """Return an error for an ``OSError`` that names the file, the reason, and what to do."""
+def storage_error(path: Path, doing: str, error: OSError, *, knob: str = _KNOB) -> StorageError:
+    """Return an error for an ``OSError`` that names the file, the reason, and what to do.
+
+    ``knob`` is the setting that places the file.
+    """
     way_out = _WAYS_OUT.get(error.errno or 0, f"{error.strerror or error}. Fix this, then resume the run")
-    return StorageError(f"{path} could not be {doing}: {way_out}.")
+    return StorageError(f"{path} could not be {doing}: {way_out.replace(_KNOB, knob)}.")
 
 
 def today() -> str:
@@ -90,6 +94,9 @@ class ChainedFile:
     lock_refusal: ClassVar[str] = "is open in another process."
     """The text that refuses a second writer, after the path."""
 
+    knob: ClassVar[str] = _KNOB
+    """The setting that places the file."""
+
     def __init__(self, path: Path, content: bytes, *, file: IO[bytes] | None = None) -> None:
         self.path = path
         self._records, self._book, self._length = self._verify(content, path)
@@ -111,9 +118,9 @@ class ChainedFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(path, "a+b", buffering=0)  # noqa: SIM115 (kept open: it carries the lock)
         except OSError as error:
-            raise storage_error(path, "opened for writing", error) from error
+            raise storage_error(path, "opened for writing", error, knob=cls.knob) from error
         try:
-            lock(file, path, wait=cls.lock_wait, refusal=f"The ledger {path} {cls.lock_refusal}")
+            lock(file, path, wait=cls.lock_wait, refusal=f"The ledger {path} {cls.lock_refusal}", knob=cls.knob)
             # A new file is durable only once its name in the folder is.
             sync_folder(path.parent)
             content = path.read_bytes()
@@ -121,7 +128,9 @@ class ChainedFile:
             ledger._repair(content)
         except OSError as error:
             file.close()
-            raise error if isinstance(error, StorageError) else storage_error(path, "opened", error) from error
+            if isinstance(error, StorageError):
+                raise
+            raise storage_error(path, "opened", error, knob=cls.knob) from error
         except BaseException:
             file.close()
             raise
@@ -215,7 +224,7 @@ class ChainedFile:
                 os.fsync(file.fileno())
             except OSError:
                 self.close()  # the torn line stays; the next open cuts it
-            raise storage_error(self.path, "written", error) from error
+            raise storage_error(self.path, "written", error, knob=self.knob) from error
         except BaseException:  # Ctrl-C in the middle of a line
             file.truncate(self._length)
             raise
@@ -262,7 +271,7 @@ class ChainedFile:
         return records, book, len(content) - len(tail)
 
 
-def lock(file: IO[bytes], path: Path, *, wait: float, refusal: str) -> None:
+def lock(file: IO[bytes], path: Path, *, wait: float, refusal: str, knob: str) -> None:
     """Take the exclusive lock within ``wait`` seconds, or refuse; it ends with the file, also after a kill."""
     if sys.platform == "win32":
         raise StorageError(f"{path} could not be locked: the ledger needs the file locks of a POSIX system.")
@@ -280,7 +289,7 @@ def lock(file: IO[bytes], path: Path, *, wait: float, refusal: str) -> None:
                 raise LedgerError(refusal if wait else f"{refusal}{left_behind(file.fileno())}") from error
             time.sleep(0.05)
         except OSError as error:
-            raise storage_error(path, "locked", error) from error
+            raise storage_error(path, "locked", error, knob=knob) from error
 
 
 def left_behind(descriptor: int) -> str:

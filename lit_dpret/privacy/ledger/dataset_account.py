@@ -16,7 +16,7 @@ from typing import IO, Any
 from lit_dpret.errors import BudgetExceededError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Release
 from lit_dpret.privacy.ledger.chain import lock, storage_error, unlock
-from lit_dpret.privacy.ledger.dataset_file import TOTAL_EVENT, Charge, EarlierRun, Total
+from lit_dpret.privacy.ledger.dataset_file import TOTAL_EVENT, Charge, DatasetFile, EarlierRun, Total
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.gate import ReleaseGate
 from lit_dpret.privacy.ledger.judgement import owed_releases
@@ -51,14 +51,14 @@ class RunLock:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (kept open: it carries the lock)
             except OSError as error:
-                raise storage_error(self.path, "opened for writing", error) from error
+                raise storage_error(self.path, "opened for writing", error, knob=DatasetFile.knob) from error
             try:
                 refusal = (
                     f"Run {self._run_id} is already running, in this folder or in a copy of it: {self.path} is "
                     "locked, and two copies of one run would spend one reservation twice. Wait for the other one to "
                     "end."
                 )
-                lock(file, self.path, wait=0.0, refusal=refusal)
+                lock(file, self.path, wait=0.0, refusal=refusal, knob=DatasetFile.knob)
             except BaseException:
                 file.close()
                 raise

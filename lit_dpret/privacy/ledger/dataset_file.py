@@ -223,6 +223,7 @@ class DatasetFile(ChainedFile):
     """The file of a data-set ledger; its writers wait for each other."""
 
     kinds: ClassVar[tuple[str, ...]] = ("dataset", "reserve", "settle", "repair")
+    knob: ClassVar[str] = "privacy.dataset_ledger"
     lock_wait: ClassVar[float] = 600.0
     lock_refusal: ClassVar[str] = (
         "has been locked by another run for ten minutes. Check what that run is doing, then start this one again."

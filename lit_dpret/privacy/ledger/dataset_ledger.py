@@ -128,11 +128,11 @@ def refusal_of_sweep(
         beside = f"None of them fits on top of the {show_epsilon(before)} that other runs hold"
         what = beside if before else "None of them fits"
     return (
-        f"privacy.total_eps={total.total_eps:g} does not cover this sweep: with its {runs} private runs, "
-        f"privacy.dataset_ledger={path} would hold epsilon {show_epsilon(total.epsilon)} "
+        f"task.total_eps={total.total_eps:g} does not cover this sweep: with its {runs} private runs, "
+        f"task.dataset_ledger={path} would hold epsilon {show_epsilon(total.epsilon)} "
         f"(delta={show_delta(total.delta)}, unit={terms['unit']}, neighbours={terms['neighbours']}, "
-        f"composed by {total.accountant}). {what}. Try fewer or noisier trials, or begin "
-        "the ledger with a larger limit."
+        f"composed by {total.accountant}). {what}. Try fewer or noisier trials"
+        f"{'' if before else ', or begin the ledger with a larger limit'}."
     )
 
 
@@ -161,6 +161,7 @@ class DatasetLedger:
         path: ``privacy.dataset_ledger``; created if absent.
         total_eps: ``privacy.total_eps``; None takes the limit that the file was created with.
         sweep: The sweep of which the run is a trial; its first reservation takes over one of the sweep's.
+        group: The group of these two settings, for messages: ``task`` where a sweep reserves.
     """
 
     def __init__(
@@ -171,10 +172,11 @@ class DatasetLedger:
         budget: PrivacyBudget,
         accountant: AccountantName = "pld",
         sweep: str | None = None,
+        group: str = "privacy",
     ) -> None:
         self.path = Path(path).expanduser()
         self._total_eps, self._budget, self._accountant = total_eps, budget, accountant
-        self._sweep = sweep
+        self._sweep, self._group = sweep, group
         # The identity of the file as this object first saw it; another file at the same path would forget what was
         # spent.
         self._identity: str | None = None
@@ -315,16 +317,17 @@ class DatasetLedger:
 
     def _agreed(self, book: DatasetBook) -> dict[str, Any]:
         """Return the terms of the file, or those with which it would be created now."""
-        budget, where = self._budget, f"privacy.dataset_ledger={self.path} counts under"
+        budget, group = self._budget, self._group
+        where = f"{group}.dataset_ledger={self.path} counts under"
         if self._identity not in (None, book.identity):
             raise LedgerError(
-                f"privacy.dataset_ledger={self.path} is another file than at the start of this run. Restore that file: "
+                f"{group}.dataset_ledger={self.path} is another file than at the start of this run. Restore that file: "
                 "it records what all runs have spent."
             )
         if book.terms is None:
             if self._total_eps is None:
                 raise ConfigurationError(
-                    f"privacy.dataset_ledger={self.path} is new and has no limit yet: set privacy.total_eps."
+                    f"{group}.dataset_ledger={self.path} is new and has no limit yet: set {group}.total_eps."
                 )
             terms = {name: value for name, value in budget.to_dict().items() if name != "eps"}
             terms["total_eps"] = float(self._total_eps)
@@ -335,7 +338,7 @@ class DatasetLedger:
         )
         if self._total_eps is not None and self._total_eps != terms["total_eps"]:
             raise ConfigurationError(
-                f"privacy.total_eps={self._total_eps:g}, but {self.path} was begun with {terms['total_eps']:g}, and no "
+                f"{group}.total_eps={self._total_eps:g}, but {self.path} was begun with {terms['total_eps']:g}, and no "
                 "later run changes the limit of a data set. Set it to that, or to null to take it from the file."
             )
         return terms

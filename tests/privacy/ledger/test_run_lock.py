@@ -162,5 +162,7 @@ def test_two_processes_are_never_inside_together(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"data\.jsonl\.r\.lock could not be opened"):
+    with pytest.raises(
+        StorageError, match=r"data\.jsonl\.r\.lock could not be opened.*another privacy\.dataset_ledger"
+    ):
         RunLock(tmp_path / "file" / "data.jsonl", "r").take()
