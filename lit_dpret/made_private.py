@@ -26,7 +26,6 @@ from lit_dpret.modules import OptimizerSpec, PrivateModule
 from lit_dpret.modules.checkpointed import CLASS_KEY, is_plain, plain_value
 from lit_dpret.modules.private_module import save_weights
 from lit_dpret.privacy.content import copied_row
-from lit_dpret.privacy.ledger.gate import undeclared_metric
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
 from lit_dpret.privacy.state_watch import state_of_part
 from lit_dpret.privacy.user_code import reads_of
@@ -155,7 +154,12 @@ class MadePrivate(PrivateModule):
         except MisconfigurationException as error:  # from Lightning, whose module logs nothing outside of its own hooks
             name = _logged_in(error.__traceback__)
             what = "What per_row_loss computes" if name is None else f"{name!r} of per_row_loss"
-            raise undeclared_metric(what, self.privacy) from error
+            raise ConfigurationError(
+                f"{what} is logged inside a run with privacy={self.privacy.name}: a number computed on private rows is "
+                "an uncounted release. Remove it. Log numbers of public rows in a callback that lists them in "
+                "public_metrics, or derive from PrivateModule, which has log_private_loss.",
+                trap="T25",
+            ) from error
 
     def probe_losses(self) -> Tensor | None:
         if not self._public_rows:

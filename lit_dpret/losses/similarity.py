@@ -54,8 +54,8 @@ def checked_temperature(temperature: float) -> float:
     """Return ``temperature`` as a float; refuse it unless it is positive and finite."""
     if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
         raise ConfigurationError(
-            f"model.loss.temperature={temperature} is not a positive, finite number. It divides the scores; "
-            "a `scale` of another library is 1 / temperature."
+            f"temperature={temperature} (model.temperature or model.loss.temperature) is not a positive, finite "
+            "number. It divides the scores; a `scale` of another library is 1 / temperature."
         )
     return float(temperature)
 

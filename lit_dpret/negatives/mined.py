@@ -53,17 +53,18 @@ class MarginFilter:
     range_min: int = 0  # how many of the best candidates that are not answers are skipped
 
     def __post_init__(self) -> None:
+        where = f"model.negatives.{self.name}." if isinstance(self, PassageSource) else ""
         for name in ("absolute_margin", "relative_margin", "max_score", "min_score", "range_min"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
-                raise ConfigurationError(f"model.negatives: {name}={value} is not a finite number.")
+                raise ConfigurationError(f"{where}{name}={value} is not a finite number.")
         for name in ("absolute_margin", "relative_margin", "range_min"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise ConfigurationError(f"model.negatives: {name}={value} must not be negative.")
+                raise ConfigurationError(f"{where}{name}={value} must not be negative.")
         if self.min_score is not None and self.max_score is not None and self.min_score > self.max_score:
             raise ConfigurationError(
-                f"model.negatives: min_score={self.min_score} is above max_score={self.max_score}; nothing would pass."
+                f"{where}min_score={self.min_score} is above {where}max_score={self.max_score}; nothing would pass."
             )
 
     def keep(self, scores: NDArray[np.float32], positive: float) -> NDArray[np.bool_]:

@@ -156,7 +156,7 @@ class PrivacyBudget:
             raise ConfigurationError(
                 f"privacy.delta={self.delta:g} is not below 1/n = {1 / units:.3g} for n={units} units: "
                 "such a guarantee allows publishing one unit outright. "
-                "Lower privacy.delta, or set it to null for 1/(2n).",
+                f"Set privacy.delta to {1 / (2 * units):.3g} or less.",
                 trap="T29",
             )
 

@@ -181,7 +181,7 @@ TWO, FOUR, POOL, HARD, MARGIN = (
 )  # fmt: skip
 EACH = torch.ones(2, 2, 3)
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    *((lambda kind=kind, value=value: kind(value), r"loss\.temperature=")
+    *((lambda kind=kind, value=value: kind(value), r"model\.loss\.temperature")
       for kind in (InBatchSoftmaxLoss, PublicPoolSoftmaxLoss, MarginMSELoss)
       for value in (0.0, -1.0, math.nan, math.inf)),
     (lambda: get_similarity("euclid"), "similarity='euclid'"),

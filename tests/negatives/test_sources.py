@@ -225,9 +225,12 @@ def test_a_margin_compares_with_the_score_of_the_rows_own_passage() -> None:
         (lambda: RandomNegatives(per_query=0), r"model\.negatives\.random\.per_query=0"),
         (lambda: BM25Negatives(depth=0), r"model\.negatives\.bm25\.depth=0"),
         (lambda: BM25Negatives(k1=-1.0), "k1=-1.0"),
-        (lambda: BM25Negatives(absolute_margin=-0.1), "absolute_margin=-0.1 must not be negative"),
-        (lambda: BM25Negatives(min_score=2.0, max_score=1.0), "nothing would pass"),
-        (lambda: StaticNegatives(max_score=float("nan")), "max_score=nan"),
+        (lambda: BM25Negatives(absolute_margin=-0.1), r"model\.negatives\.bm25\.absolute_margin=-0.1 must not be"),
+        (
+            lambda: BM25Negatives(min_score=2.0, max_score=1.0),
+            r"model\.negatives\.bm25\.min_score=2.0 .*nothing would pass",
+        ),
+        (lambda: StaticNegatives(max_score=float("nan")), r"model\.negatives\.static\.max_score=nan"),
         (lambda: StaticNegatives(refresh="daily"), "refresh='daily'"),  # type: ignore[arg-type]
         (lambda: RowNegatives([], NoPrivacy()), "is empty"),
         (lambda: RowNegatives([InBatchNegatives(), InBatchNegatives()], NoPrivacy()), "in_batch twice"),

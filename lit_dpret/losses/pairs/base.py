@@ -50,7 +50,7 @@ class PairwiseLoss(ABC):
     radius: float | None = None  # with ``dot``, the largest length of an embedding; longer ones are scaled down to it
 
     def __post_init__(self) -> None:
-        require_choice("loss.similarity", self.similarity, ("cosine", "dot"))
+        require_choice("model.loss.similarity", self.similarity, ("cosine", "dot"))
         if self.similarity == "cosine" and self.radius is not None:
             raise ConfigurationError(
                 f"model.loss.radius={self.radius} bounds embeddings of similarity=dot; a cosine has none. Leave it "
@@ -171,7 +171,7 @@ def eye_like(table: Tensor) -> Tensor:
 def checked_positive(name: str, value: float, above: float = 0.0) -> None:
     """Refuse a loss setting that is not finite and larger than ``above``."""
     if not is_number(value) or not math.isfinite(value) or value <= above:
-        raise ConfigurationError(f"loss.{name}={value!r} is not a finite number above {above:g}.")
+        raise ConfigurationError(f"model.loss.{name}={value!r} is not a finite number above {above:g}.")
 
 
 def checked_normaliser(n0: float | None, loss: str) -> float:

@@ -136,7 +136,7 @@ class SpreadoutPairLoss(_SeparateLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("loss.normaliser", self.normaliser, ("fixed", "realised"))
+        require_choice("model.loss.normaliser", self.normaliser, ("fixed", "realised"))
         if self.n0 is not None:
             checked_positive("n0", self.n0, above=1.0)
 

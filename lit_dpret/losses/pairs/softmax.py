@@ -62,7 +62,7 @@ class SoftmaxPairLoss(_TemperedLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("loss.sensitivity_from", self.sensitivity_from, ("proof", "paper"))
+        require_choice("model.loss.sensitivity_from", self.sensitivity_from, ("proof", "paper"))
 
     @property
     def claim(self) -> LossClaim:

@@ -99,7 +99,7 @@ _SETTINGS = {
     "plan.budget.eps": "privacy.eps",
     "plan.budget.delta": "privacy.delta",
     "plan.law.kind": "datamodule.sampling",
-    "plan.law.sample_rate": "datamodule.expected_batch_size (as a share of the units)",
+    "plan.law.sample_rate": "datamodule.expected_batch_size (or sample_rate) as a share of the units",
     "plan.law.batch_size": "datamodule.expected_batch_size",
     "planned_steps": "trainer.max_steps (or max_epochs)",
     "plan.steps": "callbacks.accountant.resume_reserve (in planned steps)",
