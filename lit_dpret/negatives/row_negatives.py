@@ -280,7 +280,9 @@ def check_sources(sources: Sequence[NegativeSource], mode: PrivacyMode) -> None:
             "privacy mode, or name sources."
         )
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigurationError(f"model.negatives names {twice} twice; raise its per_query instead.")
+        raise ConfigurationError(
+            f"model.negatives names {twice} twice. Name each source once; per_query sets how many passages it gives."
+        )
     for source in sources:
         reason = refusal(source, mode)
         if reason is not None:
@@ -304,6 +306,8 @@ def _way_out(source: NegativeSource, mode: PrivacyMode) -> str:
         return "Choose among random, gold, bm25, static, dynamic and labelled."
     if mode.clips_whole_batch:
         return "Choose among in_batch, random, gold, bm25, static, dynamic and labelled."
+    if source.keeps_private_state:
+        return "Set model.negatives to null or in_batch."
     return "Set model.negatives to null, or choose privacy=batch_clip or privacy=public_passages."
 
 

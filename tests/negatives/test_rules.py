@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -60,6 +61,8 @@ def test_a_mode_takes_what_its_proof_covers_and_refuses_the_rest(name: str, mode
     with pytest.raises(ConfigurationError, match=rf"model\.negatives={name} cannot go with privacy={mode}: ") as told:
         check_sources([source], MODES[mode])
     assert "\n" not in str(told.value) and ("Choose among" in str(told.value) or "Set model" in str(told.value))
+    for other in re.findall(r" or (?:choose )?privacy=(\w+)", str(told.value)):
+        check_sources([source], MODES[other])
 
 
 @pytest.mark.parametrize("mode", ["public_passages", "dp_sgd"])
