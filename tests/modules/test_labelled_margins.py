@@ -202,7 +202,7 @@ def test_what_cannot_go_with_labels_is_refused(tmp_path: Path, settings: dict[st
 
 def test_synthetic_queries_need_no_declaration_and_labels_of_other_data_are_refused(tmp_path: Path) -> None:
     (assumed,) = head(tmp_path, SyntheticData()).assumptions()
-    assert "of the queries that the parent of this card covers" in assumed and "declared" not in assumed
+    assert "from the queries that the parent of this card covers" in assumed and "declared" not in assumed
     other = [LabelledNegative(query_id="x", passage_id="p0", negative_id="p1", margin=1.0)]
     with pytest.raises(DataError, match="labels no train query"):
         head(tmp_path, negatives=[labelled(tmp_path, other)])

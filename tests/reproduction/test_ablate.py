@@ -295,7 +295,7 @@ def test_rows_learn_the_margins_of_one_public_teacher_between_passages_of_the_li
     one = labels[0]
     own, other = scorer.score([asked[one.query_id]] * 2, [texts[one.passage_id], texts[one.negative_id]], batch_size=2)
     assert one.margin == pytest.approx(own - other, abs=1e-4)
-    assert "of the queries that the parent" in json.dumps(read_card(run / "labelled-seed0")["assumptions"])
+    assert "from the queries that the parent" in json.dumps(read_card(run / "labelled-seed0")["assumptions"])
     write_teacher(tmp_path / "teacher", seed=1)
     with pytest.raises(ResumeError, match=r"labels2-.*task\.teacher="):
         taught(tmp_path, source).run(parts(tmp_path, resume=True))
