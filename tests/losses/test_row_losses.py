@@ -197,8 +197,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: HARD(TWO, TWO, shared=FOUR, shared_mask=torch.zeros(2, 2, dtype=torch.bool)), r"\(2, 4\)"),
     (lambda: HARD(TWO, TWO, own=EACH, own_mask=torch.zeros(2, 2)), r"torch\.bool"),
     (lambda: HARD(FOUR, TWO), "one positive for each query"),
-    (lambda: MARGIN(TWO, TWO, EACH, torch.ones(2, 1)), r"margins of shape \(2, 1\)"),
-    (lambda: MARGIN(TWO, TWO, TWO, torch.ones(2, 2)), r"negatives of shape \(2, 3\)"),
+    (lambda: MARGIN(TWO, TWO, EACH, torch.ones(2, 1)), r"margins \(2, 1\)"),
+    (lambda: MARGIN(TWO, TWO, TWO, torch.ones(2, 2)), r"negative_embeddings has shape \(2, 3\)"),
     (lambda: MARGIN(TWO, TWO, EACH, torch.full((2, 2), math.inf)), "finite"),
 ]  # fmt: skip
 

@@ -159,7 +159,7 @@ def test_nobody_else_can_list_the_folder_whose_names_are_hashes_of_private_texts
 
 def test_a_private_mode_keeps_rankings_in_a_private_place_alone(tmp_path: Path) -> None:
     mode = BatchClip(eps=3.0, delta=1e-3, max_grad_norm=0.1)
-    with pytest.raises(ConfigurationError, match=r"model\.negatives\.bm25\.cache_dir=.* is 'private'"):
+    with pytest.raises(ConfigurationError, match=r"model\.negatives\.bm25\.cache_dir=.* has a part 'private'"):
         RowNegatives([BM25Negatives(cache_dir=tmp_path / "model")], mode)
     RowNegatives([BM25Negatives(cache_dir=tmp_path / "private" / "negatives")], mode)
     RowNegatives([BM25Negatives(cache_dir=tmp_path / "model")], NoPrivacy())
