@@ -191,7 +191,7 @@ def test_a_resume_that_starts_its_sampler_anew_is_refused(tmp_path: Path, monkey
         self.sampler.next_step = 0
 
     monkeypatch.setattr(ReleaseGate, "begin", mutant)
-    with pytest.raises(DataError, match="A batch of step 0, attempt 1, arrived where step 2"):
+    with pytest.raises(DataError, match="A batch of step 0, attempt 1, arrived, but step 2"):
         noise_of_a_resumed_run(tmp_path, "never", monkeypatch)
 
 
