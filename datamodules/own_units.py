@@ -111,12 +111,15 @@ class UnitDataModule(SampledDataModule):
                 "users[subset.indices[row]]."
             )
         a_word = re.fullmatch(r"[a-z]{1,30}", str(unit_name)) and unit_name not in _OTHER_UNITS
-        if unit_name is not None and (unit_of is None or not a_word):
+        if unit_name is not None and unit_of is None:
             raise ConfigurationError(
-                f"datamodule.unit_name={unit_name!r} must be a word of lower-case letters a to z, such as user, and "
-                f"not one of {', '.join(_OTHER_UNITS)}, which mean other units on every card. It also needs unit_of: "
-                "it is the card's word for all rows to which unit_of gives one name, and without unit_of every row is "
-                "a unit."
+                f"datamodule.unit_name={unit_name!r} needs unit_of: it is the card's word for all rows to which "
+                "unit_of gives one name, and without unit_of every row is a unit. Give unit_of, or omit unit_name."
+            )
+        if unit_name is not None and not a_word:
+            raise ConfigurationError(
+                f"datamodule.unit_name={unit_name!r} must be one word of at most 30 lower-case letters a to z, such as "
+                f"user, and not one of {', '.join(_OTHER_UNITS)}, which mean other units on every card."
             )
         self._units: OwnUnits | None = None
         if self.sample_rate is None and self.sampling != "full_batch":

@@ -480,11 +480,14 @@ def test_the_card_calls_a_unit_what_its_owner_calls_it_and_a_resume_cannot_chang
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"unit_name": "user"}, *({"unit_of": str, "unit_name": name} for name in ("A user (public)", "query", "pair"))],
+    ("settings", "reason"),
+    [
+        ({"unit_name": "user"}, "needs unit_of"),
+        *(({"unit_of": str, "unit_name": name}, "must be one word") for name in ("A user (public)", "query", "pair")),
+    ],
 )
-def test_a_name_of_units_that_are_rows_or_that_is_no_word_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="unit_name"):
+def test_a_name_of_units_that_are_rows_or_that_is_no_word_is_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"unit_name=.* {reason}"):
         data(**settings)
 
 

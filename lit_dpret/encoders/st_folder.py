@@ -142,7 +142,7 @@ def _read_tower(folder: Path, modules: list[tuple[str, Path]], side: Side) -> To
 def _read_pooling(folder: Path) -> str:
     config = _json(folder / "config.json")
     if not config.get("include_prompt", True):
-        raise UnsupportedModelError(f"{folder}: pooling without the prompt (include_prompt=false) is not supported.")
+        raise UnsupportedModelError(f"{folder}: pooling without the prompt (include_prompt: false) is not supported.")
     modes = config.get("pooling_mode") or [mode for mode, key in _POOLING_KEYS.items() if config.get(key)] or "mean"
     modes = [modes] if isinstance(modes, str) else list(modes)
     if len(modes) != 1 or modes[0] not in ("mean", "cls", "max"):
