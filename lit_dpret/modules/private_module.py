@@ -106,9 +106,9 @@ class PrivateModule(PrivateStep):
         if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
             given = optimizer if isinstance(optimizer, type | str) else type(optimizer)
             raise ConfigurationError(
-                f"optimizer={getattr(given, '__name__', given)} is not an OptimizerSpec. Pass "
-                "optimizer=OptimizerSpec(name=..., lr=...), or omit it and return a torch optimizer from "
-                "configure_optimizers."
+                f"optimizer={getattr(given, '__name__', given)} is not an OptimizerSpec. Set model.optimizer.name=... "
+                "on the command line, pass optimizer=OptimizerSpec(name=..., lr=...), or omit it and return a torch "
+                "optimizer from configure_optimizers."
             )
         if not isinstance(privacy, PrivacyMode):
             raise ConfigurationError(f"privacy={privacy!r} is not a privacy mode: give one, such as DPSGD(eps=3).")
