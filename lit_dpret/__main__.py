@@ -12,7 +12,7 @@ def main() -> None:
     except KeyboardInterrupt:
         if rank_watch.is_started_by_launcher():  # the first process reports it
             raise SystemExit(0) from None
-        sys.stderr.write("error: interrupted. Nothing was begun yet: run the same command again.\n")
+        sys.stderr.write("error: interrupted. Nothing has started yet: run the same command again.\n")
         raise SystemExit(130) from None
     cli.main()
 

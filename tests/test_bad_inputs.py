@@ -132,7 +132,7 @@ CASES: dict[str, Case] = {
     "a start that holds no model": log("init_from=qrels", named=r"init_from=qrels holds no model"),
     "a hub that does not answer": log("model.pretrained=t5-smal", named=r"model\.pretrained=t5-smal"),
     "a path for a hub name": log("model.pretrained=./t5-small", named=r"model\.pretrained=\./t5-small is not a folder"),
-    "no GPU": log("trainer=gpu", named=r"trainer cannot be made: .*trainer=cpu"),
+    "no GPU": log("trainer=gpu", named=r"trainer cannot be built: .*trainer=cpu"),
     "no such precision": log("trainer.precision=8", named=r"trainer\.precision: .*8"),
     "no CUDA for a task": Case(("encode", *LOG[:2], "task.device=cuda"), r"task\.device=cuda"),
     "no device of that name": Case(

@@ -247,7 +247,7 @@ def test_a_setting_that_a_constructor_chokes_on_is_explained_by_place_and_cause(
     with pytest.raises(HydraException) as found:
         instantiate(part)
     line = explain(found.value) or ""
-    assert line.startswith("callbacks.audit cannot be made: '<' not supported") and "\n" not in line
+    assert line.startswith("callbacks.audit cannot be built: '<' not supported") and "\n" not in line
 
 
 def test_a_terminated_run_has_not_finished(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

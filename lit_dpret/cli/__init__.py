@@ -61,7 +61,7 @@ def run(cfg: DictConfig) -> Any:
     _quieten()  # the task has imported Lightning, which re-enables its messages
     if (started := rank_watch.world_size()) > 1 and not getattr(task, "takes_ranks", False):
         raise ConfigurationError(
-            f"{started} processes were started for a task that one process does. Start it without torchrun or srun."
+            f"{started} processes were started, but this task runs in one. Start it without torchrun or srun."
         )
     _note_place()
     jobs.begin_what_is_left(cfg)
@@ -306,10 +306,10 @@ def _way_on() -> str:
             place = as_typed([f"{knob}={folder}"])
             made = any(folder.rglob("*.ckpt"))
             first = (
-                "from the last checkpoint" if made else "; what was under way has no checkpoint yet, and begins anew"
+                "from the last checkpoint" if made else "; the interrupted work has no checkpoint yet and starts again"
             )
-            return f"The same command with {place} resume=true goes on{' ' * made}{first}."
-    return "Nothing was begun yet: the same command starts it."
+            return f"The same command with {place} resume=true continues{' ' * made}{first}."
+    return "Nothing has started yet: run the same command again."
 
 
 def _quieten() -> None:

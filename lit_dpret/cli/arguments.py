@@ -31,7 +31,7 @@ def listing(arguments: list[str]) -> str:
     """Return the output of ``lit-dpret list`` for a group, a choice, a word, or nothing; see `listed`."""
     if len(arguments) > 1:
         raise ConfigurationError(
-            f"list takes one group, group=choice or word at most, not {' '.join(arguments)}: for example "
+            f"list takes at most one group, group=choice or word, not {' '.join(arguments)}: for example "
             "lit-dpret list privacy=dp_sgd, or lit-dpret list accountant."
         )
     return listed(*arguments)
@@ -53,8 +53,8 @@ def with_task(arguments: list[str]) -> list[str]:
     for argument in arguments:
         if "\r" in argument:
             raise ConfigurationError(
-                f"{argument!r} holds a carriage return: the script that it is in has the line ends of Windows. Save it "
-                "with those of Unix."
+                f"{argument!r} contains a carriage return: the script has Windows line endings. Save it with Unix line "
+                "endings."
             )
         name = argument.lstrip("-").split("=")[0]
         if (
@@ -62,7 +62,9 @@ def with_task(arguments: list[str]) -> list[str]:
             and "=" in argument
             and name.split(".")[0] in {*groups(), *(key.name for key in top_level().keys)}
         ):
-            raise ConfigurationError(f"{argument} is not an option: a setting has no dashes, {argument.lstrip('-')}.")
+            raise ConfigurationError(
+                f"{argument} is not an option. Write the setting without dashes: {argument.lstrip('-')}."
+            )
     options, arguments = _apart(arguments)
     if not arguments or "=" in arguments[0] or arguments[0][:1] in ("+", "~"):
         return [*options, *arguments]
@@ -130,8 +132,8 @@ def _by_place(task: str, knobs: tuple[str, ...], arguments: list[str]) -> list[s
     if knobs and len(given) not in (0, len(knobs)):
         words = " ".join(knob.upper() for knob in knobs)
         raise ConfigurationError(
-            f"{task} takes {words} and then settings, not {len(given)} words: lit-dpret {task} {words}. A path that "
-            f"holds '=' goes in as task.{knobs[0]}='PATH'."
+            f"{task} takes {words} and then settings, not {len(given)} words: lit-dpret {task} {words}. Write a path "
+            f"that contains '=' as task.{knobs[0]}='PATH'."
         )
     if not knobs:
         return arguments

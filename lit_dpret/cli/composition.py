@@ -87,13 +87,13 @@ def check_type(name: str, value: Any, annotation: Any) -> None:
     if kinds <= {"int", "float"} and not is_number(value):
         raise ConfigurationError(f"{name}={shown} must be a number.")
     if kinds == {"int"} and isinstance(value, float) and not value.is_integer():
-        raise ConfigurationError(f"{name}={shown} must be a whole number.")
+        raise ConfigurationError(f"{name}={shown} must be an integer.")
     if kinds == {"bool"} and not isinstance(value, bool):
         raise ConfigurationError(f"{name}={shown} must be true or false.")
     if kinds <= {"str", "Path"} and isinstance(value, list | dict):
-        raise ConfigurationError(f"{name}={shown} must be a single text.")
+        raise ConfigurationError(f"{name}={shown} must be a single string.")
     if kinds <= {"str", "Path"} and "Path" in kinds and isinstance(value, bool | int | float):
-        raise ConfigurationError(f"{name}={shown} must be a path, written as text: \"{name}='{value}'\".")
+        raise ConfigurationError(f"{name}={shown} must be a path. Write it in quotes: \"{name}='{value}'\".")
     if outputs and isinstance(value, str):
         check_output(name, value, folder="OutputFolder" in outputs)
     if all(kind.startswith(lists) for kind in kinds) and not isinstance(value, list):
@@ -137,7 +137,8 @@ def build_parts(cfg: DictConfig) -> Parts:
         target = str(cfg.model._target_)
         if not hasattr(get_class(target), "outline"):
             raise ConfigurationError(
-                f"The formulas support encoder-decoder models (model=generator) only, not {target.rpartition('.')[2]}."
+                "The cost formulas support encoder-decoder models only (model=generator), not "
+                f"{target.rpartition('.')[2]}."
             )
         return node("model", _target_=f"{target}.outline", **extra)
 
@@ -224,18 +225,20 @@ def _plain_refusals() -> Iterator[None]:
 def _start(cfg: DictConfig) -> dict[str, str]:
     if cfg.init_from is None:
         if cfg.init_from_is_public:
-            raise ConfigurationError("init_from_is_public=true says something about init_from, which is null.")
+            raise ConfigurationError(
+                "init_from_is_public=true describes init_from, which is null. Set init_from, or leave both out."
+            )
         return {}
     if not Path(cfg.init_from).expanduser().is_dir():
         raise ConfigurationError(
-            f"init_from={cfg.init_from} is not a folder: it takes a run or its model/. For a model of the hub set "
-            "model.pretrained or model.encoder."
+            f"init_from={cfg.init_from} is not a folder: it takes a run or its model/. For a model from the "
+            "Hugging Face Hub set model.pretrained or model.encoder."
         )
     key = next((key for key in ("pretrained", "encoder") if key in cfg.model), None)
     if key is None:
         raise ConfigurationError(
             f"init_from={cfg.init_from}: {cfg.model._target_} has neither pretrained nor encoder, so it cannot start "
-            "from a saved model."
+            "from a saved model. Leave init_from out, or choose another model."
         )
     from lit_dpret.cards.start import model_folder
 
@@ -257,18 +260,20 @@ def checked_task(cfg: DictConfig) -> Any:
     check_types(cfg.task, "task")
     task = instantiate(cfg.task, _convert_="all")
     if cfg.get("canaries") is not None and not getattr(task, "takes_canaries", False):
-        raise ConfigurationError("canaries are planted by task=fit alone. Leave canaries out, or set task=fit.")
+        raise ConfigurationError("canaries are for task=fit, fit_scored and plan. Leave canaries out, or set task=fit.")
     if cfg.get("federated") is not None and not getattr(task, "takes_federation", False):
-        raise ConfigurationError("federated= describes a federation, and this task trains none. Add task=federated.")
+        raise ConfigurationError(
+            "federated= describes a federation, which this task does not use. Leave it out, or set task=federated."
+        )
     if cfg.get("federated") is not None and (ledger := cfg.privacy.get("dataset_ledger")) is not None:
         raise ConfigurationError(
-            f"privacy.dataset_ledger={ledger} counts no federation: each silo counts its rounds in its own ledger, and "
-            "without federated.privacy.eps nothing is counted. Leave it out, and set federated.privacy.eps."
+            f"privacy.dataset_ledger={ledger} does not count a federation: each silo counts its rounds in its own "
+            "ledger, and only with federated.privacy.eps. Leave it out, and set federated.privacy.eps."
         )
     if cfg.init_from is not None and not getattr(task, "takes_start", False):
         raise ConfigurationError(
-            f"init_from={cfg.init_from} is for task=fit, plan, doctor and membership: no other task starts from the "
-            "model of a run."
+            f"init_from={cfg.init_from} is for task=fit, fit_scored, plan, doctor and membership: no other task "
+            "starts from the model of a run. Leave it out."
         )
     return task
 
@@ -307,10 +312,10 @@ def check_top_level(cfg: DictConfig) -> None:
         if elsewhere or (any(choice.target for choice in found) and "_target_" not in cfg[name]):
             where = f": the choices of {name} set {places[0]} and the like" if elsewhere else f", where {name} is null"
             raise ConfigurationError(
-                f"Nothing reads what +{name}. adds{where}. Choose one by {name}=NAME, and set its keys; "
+                f"Nothing reads what +{name}. adds{where}. Choose one with {name}=NAME, and set its keys; "
                 f"lit-dpret list {name}=NAME prints them."
             )
     for name in ("resume", "init_from_is_public"):
         check_type(name, cfg[name], "bool")
     if not is_whole(cfg.seed) or not 0 <= cfg.seed <= _LARGEST_SEED:
-        raise ConfigurationError(f"seed={cfg.seed!r} is not a whole number from 0 to {_LARGEST_SEED}.")
+        raise ConfigurationError(f"seed={cfg.seed!r} is not an integer from 0 to {_LARGEST_SEED}.")

@@ -26,7 +26,7 @@ _MOST_MEANT = 3
 _MOST_CHOICES = 5  # maximum number of choices to suggest; a setting that many choices have is not a hint
 _TYPED = r"[a-z]\w*(?:\.\w+)*"  # the name of a setting
 UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
-_AGAIN = "then give the command again, with resume=true if its run had begun."
+_AGAIN = "then run the command again, with resume=true if its run had started."
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
 
 
@@ -40,11 +40,11 @@ def explain(error: BaseException) -> str | None:
             return f"the disk is full ({file}). Free space, {_AGAIN}"
         if isinstance(cause, OSError) and cause.errno == errno.EFBIG:
             file = cause.filename2 or cause.filename or "a file"
-            return f"{file} is larger than the file system or a limit (ulimit -f) allows. Raise it, {_AGAIN}"
+            return f"{file} is larger than the file system or a limit (ulimit -f) allows. Raise the limit, {_AGAIN}"
         if isinstance(cause, OSError) and cause.errno == errno.EEXIST and Path(cause.filename or "").is_file():
-            return f"{cause.filename} is a file, and a folder is needed there. Choose another {_folder_knob()}."
+            return f"{cause.filename} is a file, but a folder is needed there. Choose another {_folder_knob()}."
         if isinstance(cause, OSError) and cause.errno in _CANNOT_WRITE and cause.filename:
-            return f"{cause.filename}: {cause.strerror}. Choose another {_folder_knob()}, or mend the permissions."
+            return f"{cause.filename}: {cause.strerror}. Choose another {_folder_knob()}, or fix the permissions."
         if isinstance(cause, MarkedYAMLError) and cause.problem_mark is not None:  # a file of --config-dir
             return f"{cause.problem_mark.name} is not YAML (line {cause.problem_mark.line + 1}: {cause.problem})."
         if type(cause).__name__ == "SafetensorError" and "Error while serializing" in str(cause):
@@ -85,16 +85,16 @@ def _explain_composition(error: BaseException) -> str:
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
             return (
-                f"{error.override} is not a setting: settings are written as NAME=VALUE, without blanks around the =, "
-                "and in quotes where the value has blanks."
+                f"{error.override} is not a setting. Write settings as NAME=VALUE, without spaces around the =, and "
+                "put a value that contains spaces in quotes."
             )
         if re.search(r"=[\[{][^\]}]*$", error.override):
-            return f"{error.override} ends too early: put the whole setting into quotes, as 'NAME={{KEY: VALUE, ...}}'."
+            return f"{error.override} ends too early: put the whole setting in quotes, as 'NAME={{KEY: VALUE, ...}}'."
         return f"{error.override} cannot be read as a setting: write its value in quotes, \"name='VALUE'\"."
     if several := re.match(r"Ambiguous value for argument '([^=]+)=", text):
         return (
-            f'{several[1]} holds a comma. Write a list as "{several[1]}=[A,B]", a text as "{several[1]}=\'A, B\'", and '
-            "add -m for a run with each."
+            f'{several[1]} contains a comma. Write a list as "{several[1]}=[A,B]", a string as '
+            f"\"{several[1]}='A, B'\", or add -m for one run with each value."
         )
     if twice := re.match(r"Multiple values for (\w+)\. To override a value use 'override \w+: ([^']+)'", text):
         return f"+{twice[1]}={twice[2]} adds a second choice of {twice[1]}. Leave out the +: {twice[1]}={twice[2]}."
@@ -121,8 +121,8 @@ def _explain_composition(error: BaseException) -> str:
         if place == "trainer" and "precision" in cause.lower():
             return f"trainer.precision: {cause}."
         if place == "trainer" and re.search("gpu|cuda|tpu|xla|accelerator", cause, re.IGNORECASE):
-            return f"trainer cannot be made: {cause}. Choose a trainer.accelerator that is here, or trainer=cpu."
-        return f"{place} cannot be made: {cause}."
+            return f"trainer cannot be built: {cause}. Choose a trainer.accelerator of this machine, or trainer=cpu."
+        return f"{place} cannot be built: {cause}."
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
     return first.strip()
 
@@ -131,7 +131,7 @@ def _explain_no_choice() -> str:
     for group, _, name in (override.partition("=") for override in shown_overrides()):
         if group in groups() and name not in names(group):
             return f"{group}={name} does not exist. Choose one of {', '.join(names(group))}."
-    return "A setting has no name: settings are written as NAME=VALUE."
+    return "A setting has no name. Write settings as NAME=VALUE."
 
 
 def _composed_again(without: str = "") -> DictConfig:
@@ -188,10 +188,10 @@ def _explain_other_form(key: str) -> str:
     try:
         default: Any = OmegaConf.to_container(OmegaConf.select(_composed_again(without=key), key))
     except Exception:
-        return f"{key} takes a value of another form."
+        return f"{key} takes another kind of value."
     pairs = ", ".join(f"{name}: {value}" for name, value in default.items()) if isinstance(default, dict) else ""
     form = f"'{key}={{{pairs}}}'" if pairs else f"{key}={default}"
-    return f"{key} takes a value of another form, as {form}."
+    return f"{key} takes another kind of value, for example {form}."
 
 
 def explain_unknown_key(key: str, *, given: str | None = None) -> str:
@@ -217,12 +217,12 @@ def explain_unknown_key(key: str, *, given: str | None = None) -> str:
         several = [one for one in making if key in {setting.name for setting in one.keys}] or making
         choose = f" Choose {' or '.join(f'{one.group}={one.name}' for one in several)} first." if several else ""
         return f"{key} is not a setting.{choose or suggestion}"
-    where = f"of {group}" if group else "at the top"
+    where = f"in {group}" if group else "at the top"
     where += f"={chosen}" if chosen else ""
     takes = choices(group) if group in groups() and group != "task" else []  # no advice to run another task
     having = [one.name for one in takes if key in {setting.name for setting in one.keys}]
     if any(word.lstrip("+").startswith(f"{group}._target_=") for word in shown_overrides()):
-        near = f" An argument that only another class has is added by a plus: +{key}=VALUE."
+        near = f" Add an argument that only another class has with a plus: +{key}=VALUE."
     elif 0 < len(having) <= _MOST_CHOICES:
         last = having.pop()
         near = f" {group}={', '.join(having)}{' or ' if having else ''}{last} has it."
@@ -251,4 +251,4 @@ def _explain_no_argument(cfg: DictConfig, group: str, name: str) -> str:
         f"{one.group}={one.name}" for one in _choices_at(f"{group}.{name}.") if chosen.get(one.group) == one.name
     ]
     way = f"Leave out {brought[0]}" if brought else "Remove it: " + " ".join(f"~{group}.{key}" for key in wrong)
-    return f"{group}.{name} is no setting of {made}. {way}."
+    return f"{group}.{name} is not a setting of {made}. {way}."

@@ -96,10 +96,10 @@ def refuse_other_proposals(cfg: DictConfig) -> None:
     how = next((f"hydra.sweeper.{name}={value}" for name, value in sweeper.items() if name == "storage" and value), "")
     if how or not has_seed(sweeper):
         raise ResumeError(
-            f"resume=true with {how or 'no hydra.sweeper.sampler.seed'}: this sweeper proposes other settings now for "
-            f"the job numbers in {known.sweep.dir}, whose runs were begun with those in their .hydra/overrides.yaml. "
-            "Finish an interrupted one alone, with these and hydra.run.dir, and begin another sweep with a seed and "
-            "without a storage: such a one can go on."
+            f"resume=true with {how or 'no hydra.sweeper.sampler.seed'}: this sweeper now proposes other settings for "
+            f"the job numbers in {known.sweep.dir}, whose runs started with those in their .hydra/overrides.yaml. "
+            "Finish an interrupted run by itself, with those settings and its hydra.run.dir. A new sweep with a seed "
+            "and without a storage can be resumed."
         )
 
 

@@ -146,7 +146,7 @@ class Audit:
         sure = 1 - ALARM / (2 * max(1, len(tossed)))
         coins, surely = (self._coins(found, law.get("delta", 0.0), level) for level in (0.95, sure))
         for copies in sorted(tossed - {one["score"]["copies"] for one in found if one["score"]["included"]}):
-            say(f"{copies} copies: no coin included a canary, so no bound follows from them")
+            say(f"{copies} copies: no coin included a canary, so they give no bound")
         above = [one for one in surely if claimed and one.eps_lower > claim["epsilon"]]
         rows = [CanaryRow(model=privacy_line(card), cell=cell, candidates=candidates) for cell in cells]
         facts = {
@@ -158,8 +158,8 @@ class Audit:
             "one_run": [evidence.to_dict() for evidence in coins],
         }
         notes = [
-            f"{len(canaries.canaries)} canaries stood in this training, as {len(canaries.units())} units: it is the "
-            "canaried model.",
+            f"{len(canaries.canaries)} canaries were in the training data, as {len(canaries.units())} units: this "
+            "is the canaried model.",
             *map(str, coins),
         ]
         written, contradictions = write_canary_table(
@@ -167,7 +167,7 @@ class Audit:
             command=parts.command,
         )  # fmt: skip
         contradictions += [
-            f"CONTRADICTION: the claim is epsilon = {show_epsilon(claim['epsilon'])}, and there is {one}"
+            f"CONTRADICTION: the claim is epsilon = {show_epsilon(claim['epsilon'])}, but the audit found {one}"
             for one in above
         ]
         pooled = {(cell.side, cell.copies) for cell in cells if cell.kind == POOLED}
@@ -184,7 +184,7 @@ class Audit:
                 f"{contradictions[0]} The report is {written[f'{NAME}.html']}."
             )
         say(
-            f"audited {self.run_folder.name} by {len(canaries.canaries)} canaries: nothing contradicts its claim "
+            f"audited {self.run_folder.name} with {len(canaries.canaries)} canaries: nothing contradicts its claim "
             f"({privacy_line(card)}); {NO_GUARANTEE}"
         )
         return {f"{cell.side}, {cell.copies}, {cell.kind}": cell.bounds[0].eps_lower for cell in cells}
@@ -193,8 +193,8 @@ class Audit:
         path = self.run_folder / CANARIES
         if not path.is_file():
             raise DataError(
-                f"task.run={self.run_folder} has no {CANARIES}: the run was trained without canaries, and there is "
-                "nothing to look for. Train one with canaries=papers."
+                f"task.run={self.run_folder} has no {CANARIES}: the run was trained without canaries, so there "
+                "is nothing to look for. Train one with canaries=papers."
             )
         card, canaries = read_card(self.run_folder), read_canaries(path)
         planted = card["empirical"].get("planted")
@@ -237,7 +237,9 @@ class Audit:
 def _candidates(canaries: CanarySet) -> int:
     counts = {len(canary.candidates) for canary in canaries.canaries}
     if len(counts) != 1:
-        raise ConfigurationError("The canaries have different numbers of candidates, and no common rank.")
+        raise ConfigurationError(
+            "The canaries have different numbers of candidates, so their ranks cannot be compared."
+        )
     return counts.pop()
 
 

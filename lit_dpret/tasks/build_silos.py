@@ -45,7 +45,7 @@ class BuildSilos(Settings):
         given = {"newsqa": self.newsqa, "cnn_urls": self.cnn_urls, "folder": self.folder}
         for name in needed.get(self.source, ()):
             if given[name] is None:
-                raise ConfigurationError(f"task.source={self.source} needs task.{name}. Name your own copy.")
+                raise ConfigurationError(f"task.source={self.source} needs task.{name}: the path of your copy.")
         self.sizes = picked(self, "clients", "min_train", "min_test")
         self.sample = picked(self, "max_train_queries", "max_passages")
         if not isinstance(self.planted, Planted):
@@ -58,7 +58,7 @@ class BuildSilos(Settings):
         if out.exists() and parts.resume:  # the folder is either whole or absent
             manifest = read_manifest(out, knob="hydra.run.dir")
             if manifest.get("source") != self.source:
-                raise ResumeError(f"resume=true, but {out} was built of {manifest.get('source')}, not {self.source}.")
+                raise ResumeError(f"resume=true, but {out} was built from {manifest.get('source')}, not {self.source}.")
             counts = manifest["clients"]
             say(f"{statistics_table(counts)}\n\n{out}")
             return {"clients": float(len(counts))}

@@ -34,7 +34,7 @@ _PRIVATE = (
     "PRIVATE. These numbers and ids come from the data as they are; no differential privacy covers them. They are for "
     "the owner of the data: do not publish this file."
 )
-_COLUMNS = " datamodule.columns='{query: NAME, passage: NAME}' reads columns that are called otherwise."
+_COLUMNS = " datamodule.columns='{query: NAME, passage: NAME}' reads columns with other names."
 _FRACTIONS = {"train": 0.8, "dev": 0.1, "test": 0.1}
 
 
@@ -66,11 +66,11 @@ class CheckData(Settings):
         data = parts.make_datamodule()
         if not hasattr(data, "read_collection"):
             raise ConfigurationError(
-                f"task=check_data examines queries and passages, and {type(data).__name__} has no read_collection that "
-                "gives them (lit_dpret.datamodules.collection.TextData)."
+                f"task=check_data examines queries and passages, but {type(data).__name__} has no read_collection to "
+                "give them (lit_dpret.datamodules.collection.TextData)."
             )
         if self.write_split is not None:
-            refuse_another_claim(data, "a split that is written anew would leave the card behind")
+            refuse_another_claim(data, "a new split would leave the card behind")
         log = self._log_to_clean(data)
         problems = Problems(examples=sys.maxsize)
         facts: dict[str, Any] = {"schema": SCHEMA, "private": _PRIVATE, "source": _source(data)}
@@ -80,7 +80,7 @@ class CheckData(Settings):
         knob = _COLUMNS if type(data) is PairsDataModule and data.pairs else ""
         if (everywhere := problems.shown.get("missing column")) and not (collection and collection.queries):
             once = {message.rpartition(": no ")[2]: message for message in reversed(everywhere)}  # by column
-            everywhere[:] = [f"{message} So it is in every record." for message in reversed(once.values())]
+            everywhere[:] = [f"{message} It is missing from every record." for message in reversed(once.values())]
             everywhere[-1] += knob
         facts["problems"] = {"total": problems.total, "counts": problems.counts, "messages": problems.shown}
         if log is not None and problems.total:
@@ -114,7 +114,7 @@ class CheckData(Settings):
         if refused is None or readable is None:
             other = next(one for one in problems.found if one.record is None or one.record[0] != str(log.path))
             raise DataError(
-                f"task.write_clean={self.write_clean} was not written: leaving records out of {log.path} does not mend "
+                f"task.write_clean={self.write_clean} was not written: leaving records out of {log.path} does not fix "
                 f"all of its problems. {other}"
             )
         facts["left_out"] = write_clean(
@@ -131,8 +131,8 @@ class CheckData(Settings):
             return None
         if type(data) is not PairsDataModule or not data.pairs:
             raise ConfigurationError(
-                f"task.write_clean={self.write_clean} leaves lines out of one log, datamodule.pairs=FILE with "
-                "datamodule=pairs. Mend other data where they come from."
+                f"task.write_clean={self.write_clean} leaves records out of one log, datamodule.pairs=FILE with "
+                "datamodule=pairs. Fix other data at their source."
             )
         refuse_another_claim(data, "a copy of them would leave the card behind")
         return check_clean(data.pairs, self.write_clean)
@@ -181,8 +181,8 @@ class CheckData(Settings):
             return
         if is_split and not self.resplit:
             raise ConfigurationError(
-                f"task.write_split={self.write_split}: {facts['source']} is split already, into "
-                f"{', '.join(collection.qrels)}. Set task.resplit=true to take all of it together and split it again."
+                f"task.write_split={self.write_split}: {facts['source']} is already split into "
+                f"{', '.join(collection.qrels)}. Set task.resplit=true to merge these and split again."
             )
         try:
             new = split_collection(collection, fractions=self.fractions, seed=self.split_seed, by=self.split_by)

@@ -37,9 +37,9 @@ class Compare(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.metrics:
-            raise ConfigurationError("task.metrics names no metric; name at least one, as [ndcg@10].")
+            raise ConfigurationError("task.metrics is empty. Name at least one, for example [ndcg@10].")
         if not 0 < self.level < 1:
-            raise ConfigurationError(f"task.level={self.level} must lie strictly between 0 and 1.")
+            raise ConfigurationError(f"task.level={self.level} must be strictly between 0 and 1.")
         self.metrics = tuple(str(Metric.parse(name)) for name in self.metrics)
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -52,12 +52,12 @@ class Compare(Settings):
         if not shared:
             raise DataError(
                 f"task.run_a={self.run_a} has runs of {', '.join(first)}, and task.run_b={self.run_b} of "
-                f"{', '.join(second)}: there is no data set in common."
+                f"{', '.join(second)}: they have no data set in common."
             )
         if self.qrels is not None and len(shared) > 1:
             raise ConfigurationError(
-                f"task.qrels={self.qrels} is one file of judgements, and the runs are of {len(shared)} data sets. "
-                "Leave it null to use those beside the runs, or name two single runs."
+                f"task.qrels={self.qrels} is one file of judgements, but the runs cover {len(shared)} data sets. "
+                "Leave it null to use the judgements next to the runs, or name two single runs."
             )
         check_run_dir(parts.run_dir, min_free_mb=1)
         measured_on = {name: [_measured_on(one) for one in (first[name], second[name])] for name in shared}
@@ -96,12 +96,12 @@ class Compare(Settings):
         found = [path.parent / trec_runs.JUDGEMENTS for path in runs if (path.parent / trec_runs.JUDGEMENTS).is_file()]
         if not found:
             raise DataError(
-                f"{runs[0]} and {runs[1]} have no {trec_runs.JUDGEMENTS} beside them. Name one by task.qrels=FILE."
+                f"{runs[0]} and {runs[1]} have no {trec_runs.JUDGEMENTS} next to them. Name one with task.qrels=FILE."
             )
         if len(found) == 2 and trec_runs.read_qrels(found[0]) != trec_runs.read_qrels(found[1]):
             raise DataError(
-                f"{found[0]} and {found[1]} differ: the two systems were measured on other queries or judgements. Name "
-                "the judgements to compare by in task.qrels=FILE."
+                f"{found[0]} and {found[1]} differ: the two systems were measured on different queries or judgements. "
+                "Name the judgements for both with task.qrels=FILE."
             )
         return found[0]
 
@@ -178,8 +178,8 @@ def _caption(comparison: Comparison) -> str:
     return (
         f"a - b: mean difference with its {comparison.level:.0%} bootstrap interval. p: paired randomisation test, "
         f"{comparison.resamples:,} swaps; Holm corrects for {tests} {'test' if tests == 1 else 'tests'}. "
-        f"Significant: p (Holm) at most {1 - comparison.level:.2g}. All this is about the choice "
-        "of queries, not luck in training."
+        f"Significant: p (Holm) at most {1 - comparison.level:.2g}. All this concerns the "
+        "choice of queries, not chance in training."
     )
 
 

@@ -34,10 +34,10 @@ class Doctor:
         if federation is not None:
             say(trust_table(federation.settings(parts.seed)))
             raise ConfigurationError(
-                f"task=doctor examines one fit, and federated.transport={federation.transport} is a federation. Its "
-                "settings are valid, and the table says what each party sees. Other violations of its guarantee are "
-                "checked by task=federated before anything is trained, by lit-dpret silo --check beside a silo's "
-                "data, and in each fit of a silo."
+                f"task=doctor examines one fit, but federated.transport={federation.transport} is a federation. Its "
+                "settings are valid, and the table states what each party sees. Other violations of its guarantee are "
+                "checked by task=federated before any training, by lit-dpret silo --check next to a silo's data, and "
+                "in each fit of a silo."
             )
         check_run_dir(parts.run_dir, min_free_mb=1)
         L.seed_everything(parts.seed, verbose=False)
@@ -59,6 +59,6 @@ class Doctor:
             say(*(f"note: {line}" for line in cut_texts(data, rulers_of(module))))
         if found.refused:
             names = ", ".join(finding.trap for finding in found.refused)
-            raise ConfigurationError(f"A fit of this would be refused ({names}). See {report}.")
+            raise ConfigurationError(f"A fit with these settings would be refused ({names}). See {report}.")
         statuses = [finding.status for finding in found.findings]
         return {status: float(statuses.count(status)) for status in set(statuses)}

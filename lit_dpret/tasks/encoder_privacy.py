@@ -27,7 +27,7 @@ def refuse_trained(make: Any, argument: str, knob: str) -> None:
     if (trace := next(traces_of_training(given), None)) is not None:
         raise ConfigurationError(
             f"{knob}: {trace[0]} shows that a run trained {given} (privacy={trace[1]}), and the card of this row "
-            "would omit that cost. Use a public model; your own encoder is allowed with task.only=[zero_shot].",
+            "would omit that cost. Use a public model, or leave such rows out of task.only.",
             trap="T30",
         )
 

@@ -67,7 +67,7 @@ class Evaluate(Ranker):
             parts.run_dir, ranking=ranking, qrels=qrels, result=result, facts=facts, name=trec_runs.SUMMARY
         )  # fmt: skip
         passed = "".join(f"  note: {line}\n" for line in told)
-        undeclared = "nothing says whose they are (task.whose=public or private)"
+        undeclared = "their owner is not declared (task.whose=public or private)"
         owner = f"queries declared {self.whose} (task.whose)" if self.whose else undeclared
         covered = "" if self.whose == "public" else ": no epsilon covers these numbers"
         about_split = f"  split {split} of {about['data']}; {owner}{covered}\n"
@@ -79,11 +79,11 @@ def checked_metrics(metrics: Sequence[str], top_k: int) -> tuple[str, ...]:
     """Return the metrics under the names used in results."""
     parsed = [Metric.parse(name) for name in metrics]
     if not parsed:
-        raise ConfigurationError("task.metrics names no metric; name at least one, as [ndcg@10].")
+        raise ConfigurationError("task.metrics is empty. Name at least one, for example [ndcg@10].")
     deepest = max(parsed, key=lambda metric: metric.cutoff)
     if top_k < deepest.cutoff:
         raise ConfigurationError(
-            f"task.top_k={top_k} cannot answer {deepest}; it must be at least {deepest.cutoff}, or name other "
+            f"task.top_k={top_k} is too small for {deepest}. Set it to at least {deepest.cutoff}, or name other "
             "task.metrics."
         )
     return tuple(dict.fromkeys(map(str, parsed)))

@@ -82,17 +82,17 @@ class Evolve(SetDrawing):
         super().__post_init__()
         require_number("task", self, "threshold", "vote_power", "fresh", zero=True)
         if self.fresh > 1:
-            raise ConfigurationError(f"task.fresh={self.fresh} is a share of the new candidates, from 0 to 1.")
+            raise ConfigurationError(f"task.fresh={self.fresh} must be a share of the new candidates, from 0 to 1.")
         _check_variation(self.variation)
         if self.generations > MOST_GENERATIONS:
             raise ConfigurationError(
                 f"task.generations={self.generations}: each one is a release, and all share one budget. Set at most "
-                f"{MOST_GENERATIONS}; Lin et al. stop at 20, and queries are found in 2 to 5."
+                f"{MOST_GENERATIONS}; Lin et al. stop at 20, and 2 to 5 suffice for queries."
             )
         if self.nearest > self.max_votes:
             raise ConfigurationError(
-                f"task.nearest={self.nearest} candidates get a vote of each query, and task.max_votes="
-                f"{self.max_votes} lets a unit give fewer. Raise max_votes, which costs noise, or lower nearest."
+                f"task.nearest={self.nearest}: each query votes for that many candidates, but task.max_votes="
+                f"{self.max_votes} allows a unit fewer votes. Raise max_votes, which adds noise, or lower nearest."
             )
         self._about = DataCard(
             title="", tags=["synthetic", "differential-privacy", "query-generation", "beir"], language=self.language,
@@ -143,20 +143,20 @@ class Evolve(SetDrawing):
         if self.passages_are_public is not True:
             raise ConfigurationError(
                 f"task.passages_are_public={self.passages_are_public}: candidates are written for the whole list of "
-                "passages, and the set names those that were selected. Give a list that was fixed without looking at "
-                "the private queries, or that the claim takes as known (privacy.neighbours=zero_out), and set "
+                "passages, and the set names those selected. Use a list that was fixed without looking at the private "
+                "queries, or that the claim treats as known (privacy.neighbours=zero_out), and set "
                 "task.passages_are_public=true."
             )
         mode: GaussianMode = parts.make_privacy()
         if mode.guarantee != "dp":
             raise ConfigurationError(
-                f"task=evolve releases votes under noise; privacy={mode.name} adds none. Choose privacy=dp_sgd: its "
-                "budget, unit, neighbours and noise count, and its clipping does not."
+                f"task=evolve releases noisy votes, but privacy={mode.name} adds no noise. Choose privacy=dp_sgd: its "
+                "budget, unit, neighbours and noise apply, and its clipping is ignored."
             )
         if mode.unit != "user" and self.max_votes > self.nearest:
             raise ConfigurationError(
-                f"task.max_votes={self.max_votes}, and a {mode.unit} has one query with task.nearest={self.nearest} "
-                "votes: the others would cost noise for nothing. Set both to the same number."
+                f"task.max_votes={self.max_votes}, but a {mode.unit} has one query, with task.nearest={self.nearest} "
+                "votes: the others would only add noise. Set both to the same number."
             )
         return mode
 
@@ -164,7 +164,7 @@ class Evolve(SetDrawing):
         module = parts.make_module(privacy=mode)
         if not isinstance(module, QueryGenerator):
             raise ConfigurationError(
-                f"task=evolve asks a language model for queries, and {type(module).__name__} writes none. Choose "
+                f"task=evolve asks a language model for queries, but {type(module).__name__} writes none. Choose "
                 "model=generator."
             )
         place = Path(module.pretrained).expanduser()
@@ -174,8 +174,8 @@ class Evolve(SetDrawing):
             told, privacy = trace if trace is not None else (behind[0].folder or "this process", behind[0].privacy)
             raise ConfigurationError(
                 f"model.pretrained={module.pretrained}: {told} shows that a run trained it (privacy={privacy}), and "
-                "the card of the votes would omit that cost. Use a public model; a privately trained generator "
-                "writes queries by task=synthesize.",
+                "the card of the votes would omit that cost. Use a public model; for a privately trained "
+                "generator use task=synthesize.",
                 trap="T30",
             )
         return module
@@ -190,7 +190,7 @@ class Evolve(SetDrawing):
 
     def _plan(self, mode: GaussianMode, data: Any, units: int) -> PrivacyPlan:
         if not units:
-            raise DataError("The train split has no unit to vote.")
+            raise DataError("The train split has no unit that could vote.")
         public = mode.public_units(units)
         plan = votes_plan(
             mode.budget(public).of_units(data), releases=self.generations, max_votes=self.max_votes, n_public=public,
@@ -199,8 +199,9 @@ class Evolve(SetDrawing):
         if public is not None and plan.noise_std * 20 > public * self.max_votes:
             raise ConfigurationError(
                 f"task.generations={self.generations} within privacy.eps={mode.eps:g} need noise of standard deviation "
-                f"{plan.noise_std:.3g} on each count, and {public} units have {public * self.max_votes} votes: even a "
-                "candidate with a tenth of them would be hidden. Use fewer generations, more units, or more budget."
+                f"{plan.noise_std:.3g} on each count, but {public} units have {public * self.max_votes} votes: the "
+                "noise would hide even a candidate with a tenth of them. Use fewer generations, more units, or more "
+                "budget."
             )
         return plan
 
@@ -251,8 +252,8 @@ class Evolve(SetDrawing):
         first = self._untried(untried, self.population, passages)
         if len(first) < self.population:
             say(
-                f"task.per_passage={self.per_passage} of {len(passages)} passages: generations of {len(first)} "
-                f"candidates, and not task.population={self.population}"
+                f"task.per_passage={self.per_passage} of {len(passages)} passages: generations have {len(first)} "
+                f"candidates, not task.population={self.population}"
             )
         texts = {name: passages[source] for name, source in _named(first, drawn)}
         for step in range(plan.steps):
@@ -385,8 +386,8 @@ def _check_variation(text: str) -> None:
         found = set()
     if "passage" not in found or found - {"passage", "query"}:
         raise ConfigurationError(
-            f"task.variation={text!r} must hold {{passage}}, and may hold {{query}}: it is what the model reads in the "
-            "place of a passage when it varies a query. Other braces are doubled."
+            f"task.variation={text!r} must contain {{passage}}, and may contain {{query}}: the model reads it in place "
+            "of a passage when it varies a query. Double all other braces."
         )
 
 

@@ -67,7 +67,8 @@ class HubRepository:
             raise ConfigurationError(f"task.push_to_hub={self.name} needs a token. Run hf auth login, or set HF_TOKEN.")
         if not hub_answers():
             raise ConfigurationError(
-                f"task.push_to_hub={self.name}: the hub does not answer, or HF_HUB_OFFLINE is set."
+                f"task.push_to_hub={self.name}: the Hugging Face Hub does not answer, or HF_HUB_OFFLINE is set. "
+                "Connect, or leave task.push_to_hub null and upload the folder later."
             )
         self._asked(lambda api: api.whoami())
         if self.private and self._asked(
@@ -77,8 +78,8 @@ class HubRepository:
             )
         ):
             raise ConfigurationError(
-                f"task.push_to_hub={self.name} is there and anybody can read it. Set task.push_private=false if the "
-                f"{self.kind} may be public, or name another repository."
+                f"task.push_to_hub={self.name} exists and is public. Set task.push_private=false if the {self.kind} "
+                "may be public, or name another repository."
             )
 
     def send(self, folder: Path) -> str:
@@ -96,7 +97,7 @@ class HubRepository:
             return self._asked(sent)
         except ConfigurationError as error:
             raise StorageError(
-                f"{error} The {self.kind} is whole in {folder}; to send it later: hf upload {self.name} {folder} "
+                f"{error} The {self.kind} is complete in {folder}; to upload it later: hf upload {self.name} {folder} "
                 f"--repo-type {self.kind}{' --private' if self.private else ''}."
             ) from error
 
@@ -109,12 +110,12 @@ class HubRepository:
         except (OSError, ValueError, HfHubHTTPError) as error:
             status = getattr(getattr(error, "response", None), "status_code", None)
             way = (
-                " Log in by hf auth login, or set HF_TOKEN, with a token that may write there."
+                " Run hf auth login, or set HF_TOKEN, with a token that has write access."
                 if status in (401, 403)
                 else ""
             )
             raise ConfigurationError(
-                f"task.push_to_hub={self.name}: the hub refuses: {first_line(error).rstrip('.')}.{way}"
+                f"task.push_to_hub={self.name}: the request to the hub failed: {first_line(error).rstrip('.')}.{way}"
             ) from error
 
 
@@ -156,15 +157,15 @@ class Export(Settings):
         require_switch("task", self, "push_private", "push_without_guarantee")
         if (self.checkpoint is None) == (self.data is None):
             raise ConfigurationError(
-                "task=export takes one of task.checkpoint, which becomes a model folder, and task.data, a synthetic "
-                "set."
+                "task=export takes either task.checkpoint, which becomes a model folder, or task.data, a synthetic "
+                "set. Set one of them."
             )
         own = {name: getattr(self, name) for name in ("evaluation", "base_model", "license", "language", "datasets")}
         own["tuning_data"] = "" if self.tuning_data == "unknown" else self.tuning_data
         if self.data is not None and (told := [name for name, value in own.items() if value]):
             raise ConfigurationError(
-                f"task.{told[0]}={own[told[0]]} is for the card of a model. State licence, language and tuning_data of "
-                "a set when it is made (task=synthesize, task=filter)."
+                f"task.{told[0]}={own[told[0]]} is for the card of a model. Leave it out: task=synthesize sets "
+                "license, language and tuning_data of a set when it writes it."
             )
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -172,7 +173,7 @@ class Export(Settings):
         check_run_dir(parts.run_dir, min_free_mb=100)
         new = parts.run_dir / (MODEL_FOLDER if self.data is None else "data")
         if new.exists():  # its old content would be published, and certified, with the new
-            raise ConfigurationError(f"{new} is there already. Export into a new folder: set another hydra.run.dir.")
+            raise ConfigurationError(f"{new} exists already. Export into a new folder: set another hydra.run.dir.")
         if self.data is not None:
             return self._export_data(self.data, new)
         metrics = self._metrics()
@@ -191,8 +192,8 @@ class Export(Settings):
         public = metrics.get("whose") == "public" and metrics.get("split") != "train"
         if self.evaluation is not None and not public and claim["guarantee"] == "dp":
             raise ConfigurationError(
-                f"task.evaluation={self.evaluation} is of a train split, or of queries not declared public: no claim "
-                f"of {run_dir.name} covers its scores, and they would be published with the model. Use an evaluation "
+                f"task.evaluation={self.evaluation} was measured on a train split, or on queries not declared public: "
+                f"no claim of {run_dir.name} covers its scores, which would be published with the model. Use one "
                 "on public queries (task=evaluate task.whose=public task.split=test).",
                 trap="T25",
             )
@@ -229,7 +230,7 @@ class Export(Settings):
             copy_lineage(folder / CARD_NAME, folder / PROVENANCE, near=run_dir / CARD_NAME)
         if failed := verify_chain(new, self_contained=True).failed:  # for example, a parent stored elsewhere
             say(
-                f"warning: who gets {new} alone cannot check its card (lit-dpret verify): {failed[0].artefact}, "
+                f"warning: a recipient of {new} alone cannot check its card (lit-dpret verify): {failed[0].artefact}, "
                 f"{failed[0].check}: {failed[0].text}"
             )
         return _handed_on("model", new, hub)
@@ -241,8 +242,7 @@ class Export(Settings):
         if guarantee != "dp" and not self.push_without_guarantee:
             raise ConfigurationError(
                 f"task.push_to_hub={self.push_to_hub}: {name} proves no guarantee (its card says {guarantee}), so the "
-                f"{kind} may reveal single records. Set task.push_without_guarantee=true if it may be handed on "
-                "nevertheless."
+                f"{kind} may reveal single records. Set task.push_without_guarantee=true to publish it anyway."
             )
         hub = HubRepository(self.push_to_hub, self.push_private, kind)
         hub.check()
@@ -252,13 +252,13 @@ class Export(Settings):
         """Copy a synthetic set and the files that its card is checked against, without the state of its generation."""
         if not (source / SUMMARY_NAME).is_file():
             raise DataError(
-                f"task.data={source} holds no {SUMMARY_NAME}, so it is not a set of task=synthesize or filter."
+                f"task.data={source} holds no {SUMMARY_NAME}, so it is not a set written by task=synthesize or filter."
                 f"{meant(source, SUMMARY_NAME)}"
             )
         card = source / CARD_NAME  # pseudo-queries have none: no private data was read for them
         if card.is_file() and (failed := verify_chain(card).failed):
             raise VerificationError(
-                f"task.data={source} does not pass its checks, the first: {failed[0].artefact}, {failed[0].check}: "
+                f"task.data={source} fails its checks, the first: {failed[0].artefact}, {failed[0].check}: "
                 f"{failed[0].text} lit-dpret verify {source} lists all."
             )
         known = read_card(card) if card.is_file() else None
@@ -276,8 +276,8 @@ class Export(Settings):
                 copy_lineage(card, folder / PROVENANCE)
                 if failed := verify_chain(folder, self_contained=True).failed:
                     raise VerificationError(
-                        f"The set {source} would not pass task=verify task.self_contained=true where it arrives, so it "
-                        f"is sent nowhere. The first: {failed[0].artefact}, {failed[0].check}: {failed[0].text}"
+                        f"The exported set of {source} would fail task=verify task.self_contained=true, so it is not "
+                        f"written. The first failure: {failed[0].artefact}, {failed[0].check}: {failed[0].text}"
                     )
             if self.push_to_hub is not None:
                 readme = (folder / "README.md").read_text(encoding="utf-8")
@@ -318,8 +318,8 @@ class Export(Settings):
         if scores.get("fingerprints") != fingerprints(load_towers(folder)):
             raise DataError(
                 f"task.evaluation={self.evaluation} has the scores of {scores.get('encoder', 'an unnamed model')}, "
-                f"not of the exported weights and lengths. Export them without task.evaluation, and evaluate what was "
-                "exported (task=evaluate task.encoder=...)."
+                f"not of the exported weights and lengths. Export without task.evaluation, evaluate the exported "
+                "model (task=evaluate task.encoder=...), and export again with that."
             )
 
     def _path(self) -> Path:
@@ -329,7 +329,7 @@ class Export(Settings):
         found = newest_checkpoint(given / CHECKPOINTS) if given.is_dir() else None
         if found is None:
             raise DataError(
-                f"task.checkpoint={self.checkpoint} is neither a checkpoint nor a run folder with a whole one in "
+                f"task.checkpoint={self.checkpoint} is neither a checkpoint nor a run folder with a complete one in "
                 f"{CHECKPOINTS}/."
             )
         return found
@@ -343,10 +343,13 @@ class Export(Settings):
             raise DataError(f"task.evaluation={self.evaluation} is not an evaluation.json: {error}") from error
         if not isinstance(found, dict) or not isinstance(found.get("metrics"), dict):
             raise DataError(
-                f"task.evaluation={self.evaluation} holds no metrics; name a file that task=evaluate wrote."
+                f"task.evaluation={self.evaluation} holds no metrics. Name a file that task=evaluate wrote."
             )
         if not found.get("fingerprints", True):
-            raise DataError(f"task.evaluation={self.evaluation} measured {found.get('encoder')}, which is not a model.")
+            raise DataError(
+                f"task.evaluation={self.evaluation} measured {found.get('encoder')}, which is not a model. Leave it "
+                "out."
+            )
         return found
 
 
@@ -361,7 +364,7 @@ def _beside(new: Path) -> Iterator[Path]:
     except OSError as error:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         raise StorageError(
-            f"{new} cannot be written: {unwritten(cause)}. Nothing of it is left: free space and give the same "
+            f"{new} cannot be written: {unwritten(cause)}. Nothing of it is left: free space and run the same "
             "command again, or choose another hydra.run.dir."
         ) from error
     finally:
@@ -372,10 +375,10 @@ def _files_of_set(source: Path, names: Set[str]) -> list[Path]:
     """Return the files of a set to export, by their names; print which other files in its folder stay behind."""
     there = {file.relative_to(source).as_posix(): file for file in sorted(source.rglob("*")) if not file.is_dir()}
     if links := [name for name in there if name in names and there[name].is_symlink()]:
-        raise DataError(f"task.data={source}: {links[0]} is a link. Put the file itself there.")
+        raise DataError(f"task.data={source}: {links[0]} is a link. Replace it with the file.")
     ours = (f"{SHARDS_NAME}/", "provenance/", MANIFEST_NAME, f".{MANIFEST_NAME}")  # provenance is collected again
     if left := [name for name in there if name not in names and not name.startswith(ours)]:
-        say(f"left behind, for they are not of the set: {', '.join(left)}")
+        say(f"not exported, since they do not belong to the set: {', '.join(left)}")
     return [file for name, file in there.items() if name in names]
 
 
@@ -401,9 +404,9 @@ def load_module(path: Path) -> Any:
         raise DataError(f"{path} does not name its class: lit-dpret did not write it.")
     if not name.startswith(OURS):
         raise ConfigurationError(
-            f"{path} is a checkpoint of {name}, which is not of this package, so that only your code can read it: "
-            f"{name.rpartition('.')[2]}.load_from_checkpoint(path). What its run saved, with its card, is in model/ of "
-            "the run's folder."
+            f"{path} is a checkpoint of {name}, which is not a class of this package, so only your code can read it: "
+            f"{name.rpartition('.')[2]}.load_from_checkpoint(path). The model that its run saved, with its card, is in "
+            "model/ of the run's folder."
         )
     module_name, _, attribute = name.rpartition(".")
     found = getattr(importlib.import_module(module_name), attribute, None)
@@ -412,8 +415,8 @@ def load_module(path: Path) -> Any:
     if found.CHECKPOINT_HYPER_PARAMS_KEY not in content:
         raise ConfigurationError(
             f"task.checkpoint={path} is of a {attribute} that was built with an object (model.net, or an encoder "
-            "made in Python), which no checkpoint describes. Its run left its model in model/ beside checkpoints/. In "
-            f"Python, {attribute}.load_from_checkpoint(path, net=...).save_model(folder) writes that of a checkpoint."
+            "built in Python), which no checkpoint describes. Its run saved its model in model/ next to checkpoints/. "
+            f"In Python, {attribute}.load_from_checkpoint(path, net=...).save_model(folder) saves this checkpoint's."
         )
     return found.load_from_checkpoint(path)
 
@@ -435,7 +438,7 @@ def _refuse_other_run(path: Path, ledger: Path) -> None:
     position = Position.among(content.get("callbacks", {}), place=str(path))
     records = PrivacyLedger.read(ledger).records if ledger.is_file() else []
     if position is None or position.run_id not in {record["run_id"] for record in records if record["kind"] == "plan"}:
-        whose = "no run that was counted" if position is None else f"run {position.run_id}"
+        whose = "no accounted run" if position is None else f"run {position.run_id}"
         raise DataError(
             f"task.checkpoint={path} is of {whose}, and {ledger} does not mention it: its card does not cover these "
             "weights. Use a checkpoint of the run whose card and ledger are in the folder."

@@ -61,7 +61,8 @@ class Federated:
         self.systems = check_systems(self.systems)
         if self.save_encoder and not set(FEDERATED) & set(self.systems):
             raise ConfigurationError(
-                f"task.save_encoder=true saves the model of stage 1, and task.systems={list(self.systems)} trains none."
+                f"task.save_encoder=true saves the model of stage 1, but task.systems={list(self.systems)} trains "
+                "none. Add stage1 to them, or set it to false."
             )
         self.seeds = list(self.seeds)
         check_seeds_and_split(self.seeds, self.split)
@@ -151,8 +152,8 @@ def _notes(plan: FederationPlan, seeds: Sequence[int], silos: Mapping[str, Path]
     notes = [f"Seeds: {', '.join(map(str, seeds))}. Silos and their samples are the same for all."]
     if plan.silos == "insuranceqa" and any(value for name, value in plan.sample.items() if name.startswith("max")):
         notes.append(
-            "A sample of the queries by a public seed, and in each collection the passages that answer them: smaller "
-            "and easier than the whole, and a collection that was chosen by its queries."
+            "The queries are a sample drawn with a public seed, and each collection holds only the passages that "
+            "answer them: smaller and easier than the whole, and chosen by the queries."
         )
     if (run := plan.settings(seeds[0])).generated:
         notes.append(
@@ -162,7 +163,7 @@ def _notes(plan: FederationPlan, seeds: Sequence[int], silos: Mapping[str, Path]
     if silos and (run.generated or (run.asks and run.stage2.response == "public")):
         of = {name: read_silo(folder, verify=False).counts()["sentences"] for name, folder in silos.items()}
         each = ", ".join(f"{name} {_declared(folder)} of {of[name]}" for name, folder in silos.items())
-        notes.append(f"Sentences that silos declare public ({PUBLIC}), a declaration and not a proof: {each}.")
+        notes.append(f"Sentences that silos declare public ({PUBLIC}), which is not proved: {each}.")
     return notes
 
 
@@ -177,8 +178,8 @@ def _withheld(plan: FederationPlan, rows: Sequence[FederatedRow]) -> list[str]:
     if plan.transport not in ELSEWHERE or all(any(row.values.values()) for row in rows):
         return []
     return [
-        "The run is finished. Where a cell says withheld, no silo shares its measures: each has them in its own state "
-        "folder, and under a budget they stay there. The weights are at the server."
+        "The run is finished. Where a cell says withheld, no silo shares its measures: each keeps them in its own "
+        "state folder, and under a budget they stay there. The weights are on the server."
     ]
 
 

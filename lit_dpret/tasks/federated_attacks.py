@@ -185,7 +185,8 @@ class FederatedAttacks(Settings):
                 if word_table(start_weights(replace(make, train_embeddings=False))[0]) is None:
                     return read(None)
                 raise UnsupportedModelError(
-                    "federated.model.train_embeddings=false left word embeddings in the update."
+                    "Freezing the embeddings of task.encoder left its word embeddings in the update. Choose another "
+                    "task.encoder, or task.attacks=[requests]."
                 )
             settings = self._round(defence, parts.seed)
             with ProgressLine(f"a round of each silo: {defence.name}") as progress:
@@ -212,18 +213,20 @@ class FederatedAttacks(Settings):
 
     def _check_sizes(self, counts: Mapping[str, Mapping[str, int]]) -> None:
         if len(counts) < 2:
-            raise ConfigurationError(f"task.silos={self.silos} holds one silo, and both attacks are about another's.")
+            raise ConfigurationError(
+                f"task.silos={self.silos} holds one silo, but both attacks need another's data. Build at least two."
+            )
         few = min(counts, key=lambda name: counts[name]["dev"] + counts[name]["test"])
         others = counts[few]["dev"] + counts[few]["test"]
         if "requests" in self.attacks and others < 2 * (self.candidates - 1):
             raise ConfigurationError(
                 f"task.candidates={self.candidates} takes {2 * (self.candidates - 1)} dev and test queries of every "
-                f"silo, and {few} has {others}. Lower it, or build larger silos."
+                f"silo, but {few} has {others}. Lower it, or build larger silos."
             )
         least = min(counts, key=lambda name: counts[name]["train"])
         if "updates" in self.attacks and counts[least]["train"] < self.batch_size:
             raise ConfigurationError(
-                f"task.batch_size={self.batch_size} is more than {least} has train queries ({counts[least]['train']}). "
+                f"task.batch_size={self.batch_size} exceeds the train queries of {least} ({counts[least]['train']}). "
                 "Lower it, or build larger silos."
             )
 
@@ -283,7 +286,7 @@ def asker_of(folder: Path, module: AS2DualEncoder) -> Asker:
     known = {normalise(text) for text in texts}
     others = {key: query.text for query in data.silo.queries if (key := normalise(query.text)) not in known}
     if not others:
-        raise DataError(f"{folder} has no query outside of its train split to distinguish those from.")
+        raise DataError(f"{folder} has no query outside its train split to compare those with.")
     return Asker(texts, _array(module.encode_queries(texts)), _array(module.encode_queries(list(others.values()))))
 
 
@@ -424,7 +427,8 @@ def word_table(module: AS2DualEncoder) -> str | None:
     table = getattr(module.encoder.backbone, "get_input_embeddings", lambda: None)()
     if table is None or not hasattr(table, "weight"):
         raise UnsupportedModelError(
-            f"{type(module.encoder.backbone).__name__} does not identify its word embeddings, which the attack reads."
+            f"{type(module.encoder.backbone).__name__} does not identify its word embeddings, which the attack reads. "
+            "Choose another task.encoder, or task.attacks=[requests]."
         )
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     name = names[id(table.weight)]

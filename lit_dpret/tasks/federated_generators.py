@@ -66,7 +66,9 @@ class FederatedGenerators(Drawing):
         super().__post_init__()
         require_whole("task", self, 1, "max_new_tokens")
         if self.names is not None and self.data is not None:
-            raise ConfigurationError("task.names chooses among the silos of a folder, and task.data is one. Give one.")
+            raise ConfigurationError(
+                "task.names chooses among the silos of a folder, and task.data is one silo. Set one of them."
+            )
         self.training = GeneratorTerms(eps=self.eps, epochs=self.epochs, batch_size=self.batch_size)
         self.writing = picked(
             self, "queries_per_passage", "top_p", "temperature", "top_k", "max_new_tokens", "min_new_tokens",
@@ -101,13 +103,13 @@ class FederatedGenerators(Drawing):
         found = plan.folders(run_dir / "silos")
         if not found:
             raise ConfigurationError(
-                f"federated.transport={plan.transport}: the silos are other people's. Each owner names its own, "
-                "task.data=DIR, or set federated=inprocess."
+                f"federated.transport={plan.transport}: the silos belong to others. Each owner names its own with "
+                "task.data=DIR; or set federated=inprocess."
             )
         unknown = sorted(set(self.names or ()) - set(found))
         if unknown or self.names == []:
             raise ConfigurationError(
-                f"task.names={list(self.names or ())}: {unknown[0] if unknown else 'nobody'!r} is none of the silos "
+                f"task.names={list(self.names or ())}: {unknown[0] if unknown else 'nobody'!r} is not one of the silos "
                 f"{', '.join(found)}."
             )
         return {name: data for name, data in found.items() if self.names is None or name in self.names}
@@ -149,12 +151,12 @@ class FederatedGenerators(Drawing):
             for name, one in found.items()
         ]  # fmt: skip
         lines = [
-            f"Epsilon is that of each {privacy.unit} of the silo, {privacy.neighbours}.",
+            f"Epsilon holds for each {privacy.unit} of the silo, {privacy.neighbours}.",
             "",
             aligned(["silo", "queries", "spent", "budget", "left", "delta"], rows),
             "",
-            "Spent: by everything in the silo's ledger, a generator that was killed included. Left: the difference; "
-            "the rounds will be composed with what is spent. What the queries are used for costs nothing more.",
+            "Spent: everything in the silo's ledger, including a generator that was killed. Left: the difference; the "
+            "rounds will be composed with what is spent. Using the queries costs nothing more.",
             "",
             f"Next: federated.state={state} with federated.stage2.response=synthetic or federated.train_on=synthetic, "
             f"or lit-dpret silo --state {state}/NAME.",
@@ -168,7 +170,7 @@ def _generator(parts: Parts, privacy: Any) -> QueryGenerator:
     made = parts.make_module(privacy=privacy)
     if not isinstance(made, QueryGenerator):
         raise ConfigurationError(
-            f"task=federated_generators trains generators of queries, and the model is {type(made).__name__}. Set "
+            f"task=federated_generators trains query generators, but the model is {type(made).__name__}. Set "
             "model=generator."
         )
     return made

@@ -51,7 +51,8 @@ class Filter(Settings):
         super().__post_init__()
         if not self.filters:
             raise ConfigurationError(
-                "task.filters is empty: name at least one filter, as filter=round_trip or filter=[round_trip,best_of]."
+                "task.filters is empty: name at least one filter, for example filter=round_trip or "
+                "filter=[round_trip,best_of]."
             )
 
     def run(self, parts: Parts) -> dict[str, float]:

@@ -120,7 +120,7 @@ class Fit(Settings):
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
         """Return the private training that ``run`` would perform; reads the data without training."""
         if self.membership_coins:
-            raise UnplannedError("task.membership_coins=true cannot be planned: how many it holds out is a coin's.")
+            raise UnplannedError("task.membership_coins=true cannot be planned: coins decide how many it holds out.")
         datamodule = parts.read_data()
         if (canaries := released_canaries(parts)) is not None:
             plant_blanks(datamodule, canaries.units)
@@ -134,19 +134,19 @@ class Fit(Settings):
         if not self.membership_coins:
             if (folder / COINS_NAME).exists():
                 raise ConfigurationError(
-                    f"{folder} holds the {COINS_NAME} of a run that held queries out by coins. Set "
+                    f"{folder} holds the {COINS_NAME} of a run that held out queries by coins. Set "
                     "task.membership_coins=true, or choose another hydra.run.dir."
                 )
             return None
         if not hasattr(datamodule, "train_on"):
             raise ConfigurationError(
-                f"task.membership_coins=true holds train queries out, and {type(datamodule).__name__} has none. Take a "
-                "datamodule of pairs."
+                f"task.membership_coins=true holds out train queries, which {type(datamodule).__name__} does not "
+                "support. Use a datamodule of pairs, for example datamodule=pairs."
             )
         if privacy.unit == "user":
             raise ConfigurationError(
-                "task.membership_coins=true tosses a coin for each query, and privacy.unit=user would have queries of "
-                "one person on both sides. Set privacy.unit=query."
+                "task.membership_coins=true tosses a coin for each query, and with privacy.unit=user one person's "
+                "queries would be on both sides. Set privacy.unit=query."
             )
         return partial(_keep_heads, datamodule, folder)
 
@@ -163,8 +163,8 @@ def _is_finished(folder: Path) -> bool:
     plans = [record for record in records if record["kind"] == "plan"]
     if not plans:  # starting again would forget what the card counts
         raise LedgerError(
-            f"{folder / LEDGER_NAME} holds no plan, although a card and a model of the run are beside it: its records "
-            "are lost. Restore them from a copy, or choose another hydra.run.dir."
+            f"{folder / LEDGER_NAME} holds no plan, although the run's card is next to it: its records are lost. "
+            "Restore them from a copy, or choose another hydra.run.dir."
         )
     plan, last = plans[-1], records[-1]
     inherited = card["mechanism"].get("kind") == "post_processing"  # its ledger block belongs to the data's run
@@ -179,10 +179,10 @@ def _is_finished(folder: Path) -> bool:
     except DataError as error:
         if carded:
             raise ResumeError(
-                f"resume=true: the run in {folder} is finished, and its {MODEL_FOLDER}/ was moved, removed or changed. "
-                "To write it again would also write ledger and card, and what was made from the run names these by "
-                f"their SHA-256. Put {MODEL_FOLDER}/ back; or write one elsewhere from the last checkpoint (lit-dpret "
-                f"export task.checkpoint={folder} hydra.run.dir=...); or, if nothing was made from the run, remove "
+                f"resume=true: the run in {folder} is finished, but its {MODEL_FOLDER}/ was moved, removed or changed. "
+                "Writing it again would also rewrite ledger and card, which artefacts derived from the run name by "
+                f"their SHA-256. Put {MODEL_FOLDER}/ back; or export the last checkpoint to another folder (lit-dpret "
+                f"export task.checkpoint={folder} hydra.run.dir=...); or, if nothing was derived from the run, remove "
                 f"{folder / CARD_NAME} and resume."
             ) from error
         return False
@@ -283,8 +283,8 @@ def train(
     alone = not resume and not (run_dir / LEDGER_NAME).exists()
     if alone and (left := sorted((run_dir / CHECKPOINTS).glob("*.ckpt"))):
         raise ResumeError(
-            f"{left[0]} is from an earlier run, and files of this one beside it could be confused with it on "
-            "resume=true. Choose another hydra.run.dir, or remove that folder."
+            f"{left[0]} is from an earlier run, and resume=true could confuse it with checkpoints of this one. "
+            "Choose another hydra.run.dir, or remove that folder."
         )
     ranks.in_turn(datamodule.prepare_data)
     ranks.together(lambda: datamodule.setup("fit"))
@@ -312,7 +312,7 @@ def warn_of_crowded_cores(trainer: L.Trainer) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > max(1, cores):
         rank_zero_warn(
-            f"trainer.devices={trainer.num_devices} starts as many processes on the CPU, and this machine has {cores} "
+            f"trainer.devices={trainer.num_devices} starts as many processes on the CPU, but this machine has {cores} "
             f"cores: they wait for each other. trainer.devices={cores} is faster, with the same result."
         )
 
@@ -327,8 +327,8 @@ def refuse_several_ranks(trainer: L.Trainer) -> None:
     """Refuse a multi-process Trainer for a task that trains as one of its stages."""
     if trainer.world_size > 1:
         raise ConfigurationError(
-            f"trainer.devices and num_nodes make {trainer.world_size} processes, and this task trains in one: its "
-            "other stages would be repeated by each. Set trainer=cpu or trainer=gpu; task=fit trains on several."
+            f"trainer.devices and num_nodes start {trainer.world_size} processes, but this task trains in one: each "
+            "would repeat its other stages. Set trainer=cpu or trainer=gpu; task=fit trains in several."
         )
 
 

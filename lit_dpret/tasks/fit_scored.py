@@ -48,8 +48,8 @@ class FitScored(Fit):
         super().__post_init__()
         if self.data is None:
             raise ConfigurationError(
-                "task.data=null: declare the kind of the validation queries. public and synthetic cost nothing; a "
-                "score on private ones stays in the run folder, and choosing settings by it has a cost "
+                "task.data=null: declare the validation queries as public, synthetic or private. The first two cost "
+                "nothing; a score on private ones stays in the run folder, and choosing settings by it has a cost "
                 "(docs/sweeps.md)."
             )
         need("sacrebleu")  # fails before hours of training
@@ -63,7 +63,7 @@ class FitScored(Fit):
         facts = {BLEU: score, "data": self.data, "split": self.split, "passages": len(held[0])}
         private = self.data == "private"
         file = write_whole(parts.run_dir / SCORE, f"{json.dumps(facts, indent=1)}\n", owner_only=private)
-        say(f"{BLEU} {score:.2f}, of one query for each of {len(held[0])} passages: {file}")
+        say(f"{BLEU} {score:.2f}, with one query for each of {len(held[0])} passages: {file}")
         for logger in () if private else loggers:
             logger.log_metrics({BLEU: score})
             logger.finalize("success")  # again, for metrics logged since the training
@@ -81,8 +81,8 @@ class FitScored(Fit):
             own = data if self.datamodule is None else parts.read_data("test")
             if trains_on(own, queries, users_of=data if mode.unit == "user" else None):
                 raise ConfigurationError(
-                    f"task.data=public with task.split={self.split}: over a tenth of these queries are among those "
-                    "that the run protects, or of their users. Choose another task.split or task.datamodule, or set "
+                    f"task.data=public with task.split={self.split}: over a tenth of these queries are ones that the "
+                    "run protects, or from their users. Choose another task.split or task.datamodule, or set "
                     "task.data=private."
                 )
         asked: dict[str, list[str]] = {}

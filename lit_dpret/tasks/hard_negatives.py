@@ -78,7 +78,7 @@ class HardNegatives(Settings):
         train = [query for query in silo.queries if query.split == "train"]
         if len(train) < self.questions:
             raise ConfigurationError(
-                f"task.questions={self.questions}, and {self.silo} has {len(train)} train questions."
+                f"task.questions={self.questions}, but {self.silo} has {len(train)} train questions. Lower it."
             )
         order = np.random.default_rng(seed).permutation(len(train))
         return [train[place] for place in order[: self.questions]]

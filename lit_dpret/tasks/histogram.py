@@ -71,12 +71,12 @@ class Histogram(Settings):
         mode = parts.make_privacy()
         if mode.guarantee != "dp":
             raise ConfigurationError(
-                f"task=histogram adds noise and charges it; privacy={mode.name} does neither. Choose privacy=dp_sgd, "
-                "with the unit, neighbours and delta of the generator."
+                f"task=histogram adds noise and charges it, but privacy={mode.name} does neither. Choose "
+                "privacy=dp_sgd, with the unit, neighbours and delta of the generator."
             )
         if mode.noise_multiplier is not None:
             raise ConfigurationError(
-                f"privacy.noise_multiplier={mode.noise_multiplier:g} is that of training. Leave it null, and set "
+                f"privacy.noise_multiplier={mode.noise_multiplier:g} is for training. Leave it null, and set "
                 "task.noise_multiplier for the histogram."
             )
         start = self._start(mode)
@@ -144,7 +144,7 @@ class Histogram(Settings):
             before = PrivacyLedger.read(folder / LEDGER_NAME).records
             if any(record.get("bins") != bins for record in before if record["kind"] == "plan"):
                 raise ResumeError(
-                    "resume=true with other bins: this run was begun for another histogram. Restore task.bins, or "
+                    "resume=true with other bins: this run was started for another histogram. Restore task.bins, or "
                     "start a new run in another hydra.run.dir."
                 )
         most = f"at most {self.max_count} count{'' if self.max_count == 1 else 's'}"
@@ -209,7 +209,7 @@ def finished_card(folder: Path) -> dict[str, Any]:
     """Return the card of a finished release after checking it against its ledger and its files."""
     card = read_card(folder)
     if problems := verify_card(card, folder / LEDGER_NAME, folder=folder):
-        raise ResumeError(f"{folder} holds a card that does not agree with what lies there: {problems[0]}")
+        raise ResumeError(f"The card in {folder} does not match the files there: {problems[0]}")
     return card
 
 

@@ -58,7 +58,7 @@ class Search(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not str(self.query).strip():
-            raise ConfigurationError("task.query is empty.")
+            raise ConfigurationError("task.query is empty. Set it to the text to search for.")
         self.query = str(self.query)
 
     def run(self, parts: Parts) -> dict[str, float]:

@@ -47,7 +47,7 @@ TEXTS = "texts.jsonl"
 OFFSETS = "texts.offsets"
 FAISS = "index.faiss"
 _KEPT = 256 * 2**20  # bytes of embeddings that stay in memory between searches
-_GOES_ON = "What is finished is kept: mend this and run the same command again."
+_GOES_ON = "Finished work is kept: fix this and run the same command again."
 
 Kind = Literal["exact", "faiss"]
 
@@ -118,8 +118,8 @@ class IndexFolder:
         """The privacy claim of the folder, in one sentence."""
         if self.manifest.private:
             return (
-                "PRIVATE: these are embeddings of private queries, from which texts can be guessed. No guarantee "
-                "covers them; do not publish the folder."
+                "PRIVATE: these are embeddings of private queries, and their texts can be guessed from them. No "
+                "guarantee covers them; do not publish the folder."
             )
         if self.manifest.card:
             whose = "the encoder's" if self.manifest.side == "passage" else "that of the encoder or of the queries"
@@ -161,7 +161,7 @@ class IndexFolder:
         found = load_towers(encoder or self.encoder_folder, dtype=known["dtype"])
         if found.query_encoder.fingerprint() != known["fingerprints"]["query"]:
             raise ConfigurationError(
-                f"encoder={encoder or self.encoder_folder} is not the encoder that {self.folder} was made with (its "
+                f"encoder={encoder or self.encoder_folder} is not the encoder that built {self.folder} (its "
                 "fingerprint differs): its queries would give meaningless results. Set task.encoder to the folder of "
                 "that encoder, or encode the passages again."
             )
@@ -190,7 +190,7 @@ def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         raise DataError(
-            f"{folder} has no {MANIFEST}: it is not a folder of task=encode or task=index, or one that is not finished."
+            f"{folder} has no {MANIFEST}: it is not a folder of task=encode or task=index, or an unfinished one."
             f"{meant(folder, MANIFEST)}"
         )
     content = read_json(path, SCHEMA)
@@ -228,12 +228,12 @@ class Encoding:
         settle(self)
         if self.side == "passage" and self.queries is not None:
             raise ConfigurationError(
-                f"task.queries={self.queries} says something about queries, but task.side=passage."
+                f"task.queries={self.queries} is for task.side=query, but task.side=passage. Leave task.queries null."
             )
         if self.side == "query" and self.queries not in ("public", "private"):
             raise ConfigurationError(
                 f"task.side=query with task.queries={self.queries or 'null'}: embeddings of private queries are "
-                "private, since texts can be guessed from them. Say task.queries=private, which keeps the files to "
+                "private, since texts can be guessed from them. Set task.queries=private, which restricts the files to "
                 "their owner and gives them no card, or task.queries=public for queries that are published or covered "
                 "by a claim."
             )
@@ -339,23 +339,23 @@ def index_folder(
     kind, _, factory = search.partition(":")
     if search != "exact" and (kind != "faiss" or not factory):
         raise ConfigurationError(
-            f"task.search={search!r} cannot be kept as an index: choose exact, or faiss:FACTORY (faiss:Flat, "
+            f"task.search={search!r} cannot be stored as an index: choose exact, or faiss:FACTORY (faiss:Flat, "
             "faiss:IVF4096,Flat, faiss:HNSW32)."
         )
     given, folder = IndexFolder(source, verify=True), Path(out)
     if given.manifest.private and not private:
         raise ConfigurationError(
-            f"{source} holds embeddings of private queries: whoever has an index of them can ask it what people asked. "
-            "Set task.private=true to build one that stays where the queries are."
+            f"{source} holds embeddings of private queries: an index of them reveals what people asked. Set "
+            "task.private=true to build one that stays where the queries are."
         )
     there = _read_manifest(folder) if (folder / MANIFEST).is_file() else given.manifest
     if (there.private, there.card is None) != (given.manifest.private, given.manifest.card is None):
         raise ResumeError(
-            f"{folder} holds an index of other embeddings, which were private where these are not, or had a card where "
-            "these have none: their description would remain. Choose another folder, or delete it."
+            f"{folder} holds an index of other embeddings, which differ from these in being private or in having a "
+            "card: the old description would remain. Choose another folder, or delete it."
         )
     if folder.resolve() == given.folder.resolve():
-        raise ConfigurationError(f"The index would be written over its own source {source}. Give another folder.")
+        raise ConfigurationError(f"The index would overwrite its own source {source}. Choose another folder.")
     names = [EMBEDDINGS, TEXTS, OFFSETS]
     with _storing(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700 if given.manifest.private else 0o777)
@@ -402,7 +402,7 @@ def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> tuple[
             raise
         raise ConfigurationError(
             f"task.encoder={encoder} cannot embed these queries: they have their own privacy card ({claim}), whose "
-            "claim does not cover the encoder: the embeddings would spend both, and their card would state only one. "
+            "claim does not cover the encoder: the embeddings would cost both, and their card would state only one. "
             "Encode passages (task.side=passage), or use an encoder that was trained on these queries, or a public "
             "one."
         ) from error
@@ -418,7 +418,8 @@ def _is_finished(folder: Path, begun: Mapping[str, Any]) -> bool:
     known = manifest.encoder.get("begun", {})
     if changed := sorted(name for name in begun if known.get(name) != begun[name]):
         raise ResumeError(
-            f"{folder} holds embeddings made with another {', '.join(changed)}. Give another folder, or delete it."
+            f"{folder} holds embeddings computed with another {', '.join(changed)}. Choose another folder, or delete "
+            "it."
         )
     with suppress(DataError, KeyError):
         if file_sha256(folder / EMBEDDINGS) == manifest.files[EMBEDDINGS]:

@@ -75,12 +75,13 @@ class Inversion(Settings):
         require_owner(self.whose, "the numbers are about these texts")
         if self.candidates > self.attacked:
             raise ConfigurationError(
-                f"task.candidates={self.candidates} are more than task.attacked={self.attacked} texts."
+                f"task.candidates={self.candidates} exceeds task.attacked={self.attacked}. Lower it, or raise "
+                "task.attacked."
             )
         if self.lr is not None and not self.lr > 0:
             raise ConfigurationError(f"task.lr={self.lr} must be above 0.")
         if self.samples > self.attacked:
-            raise ConfigurationError(f"task.samples={self.samples} are more than task.attacked={self.attacked} texts.")
+            raise ConfigurationError(f"task.samples={self.samples} exceeds task.attacked={self.attacked}. Lower it.")
         if self.samples and self.whose != "public":
             raise ConfigurationError(f"task.samples={self.samples} would print private texts. Set it to 0.")
 
@@ -128,7 +129,7 @@ class Inversion(Settings):
         if len(found) < self.known + self.attacked:
             raise DataError(
                 f"There are {len(found)} different texts, fewer than task.known={self.known} and "
-                f"task.attacked={self.attacked} together. Lower one of them, or name another split."
+                f"task.attacked={self.attacked} together. Lower one of them, or choose another task.split."
             )
         order = np.random.default_rng(parts.seed).permutation(len(found))
         chosen = [found[place] for place in order[: self.known + self.attacked]]

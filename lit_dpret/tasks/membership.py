@@ -40,11 +40,10 @@ from lit_dpret.tasks.uncovered import tell_attack
 
 #: The effect of a coin that leaves a query out, if the claim uses another relation.
 DROPPED = {
-    "zero_out": "A coin leaves a query's place out, and the claim (zero_out) is about emptying it: the number of "
-    "units, which the claim takes for public, depends on the coin flips. Evidence and ceilings hold apart from what "
-    "that reveals.",
-    "replace_one": "A coin leaves a query out, and the claim (replace_one) is about exchanging it for another, in data "
-    "of one size: it says nothing of what is found here, neither of evidence nor of ceilings.",
+    "zero_out": "A coin leaves a query out, but the claim (zero_out) is about emptying it: the number of units, which "
+    "the claim treats as public, depends on the coin flips. Evidence and ceilings hold apart from what that reveals.",
+    "replace_one": "A coin leaves a query out, but the claim (replace_one) is about replacing it with another, in data "
+    "of the same size: it covers nothing that is found here, neither evidence nor ceilings.",
 }
 
 
@@ -69,13 +68,13 @@ class Claim:
         judged = judge_card(card, records)
         plan, verdict = judged.plan, judged.verdict
         if plan is None or verdict.epsilon is None:
-            found.caveats.append("The run promises nothing, so that there are no ceilings to hold attacks against.")
+            found.caveats.append("The run has no guarantee, so there are no ceilings to compare attacks with.")
             return found
         found.eps, found.delta, found.neighbours = verdict.epsilon, plan.budget.delta, plan.budget.neighbours
         if plan.budget.unit == "pair":
             found.eps = None
             found.caveats.append(
-                "The claim is about single pairs, and the attacks are on whole queries: it gives them no ceiling."
+                "The claim is about single pairs, but the attacks are on whole queries: it gives them no ceiling."
             )
             return found
 
@@ -84,7 +83,7 @@ class Claim:
             return ceilings_of(judged, false_positive_rates=rates)
 
         if cached((0.1,)) is None:
-            found.caveats.append("No library computes attack ceilings for this sampling: only epsilon is held against.")
+            found.caveats.append("No library computes attack ceilings for this sampling: only epsilon bounds them.")
         else:
             found.ceilings = lambda rates: cached(tuple(rates)) or {}
         return found
@@ -118,13 +117,15 @@ class MembershipSettings(Settings):
         super().__post_init__()
         require_number("task", self, "minutes", "temperature")
         if self.shadows != 0 and (not isinstance(self.shadows, int) or self.shadows < 4 or self.shadows % 2):
-            raise ConfigurationError(f"task.shadows={self.shadows} must be 0, or an even number from 4 on.")
+            raise ConfigurationError(f"task.shadows={self.shadows} must be 0, or an even number of at least 4.")
         if self.release is None and self.release_reference is not None:
-            raise ConfigurationError("task.release_reference is compared with task.release, which is null.")
+            raise ConfigurationError(
+                "task.release_reference is for task.release, which is null. Set task.release, or leave both out."
+            )
         if self.model is not None and self.shadows:
             raise ConfigurationError(
-                f"task.model={self.model} is something derived from the run, and shadow models repeat the run's own "
-                "training alone. Set task.shadows=0, or task.model to null."
+                f"task.model={self.model} is derived from the run, but shadow models repeat only the run's own "
+                "training. Set task.shadows=0, or task.model to null."
             )
         check_confidence(self.confidence)
         check_confidence(self.alarm)
@@ -191,7 +192,7 @@ class Membership(MembershipSettings):
         folder = model_folder(self.run_folder if self.model is None else self.model)
         if not folder.is_dir() or not any(folder.iterdir()):
             knob = "task.run" if self.model is None else "task.model"
-            raise DataError(f"{knob}={folder} is not a folder of a saved model.")
+            raise DataError(f"{knob}={folder} is not the folder of a saved model.")
         return folder
 
     def _releases(self) -> tuple[list[str], list[str] | None]:
@@ -219,8 +220,9 @@ class Membership(MembershipSettings):
                 source = module.save_model(parts.run_dir / "reference")
                 if is_generator(source) != is_generator(target):
                     raise ConfigurationError(
-                        "task.reference=start is what this configuration starts from, and what is attacked is "
-                        "of another kind. Name a public model (task.reference=minilm or public_t5), or set it to null."
+                        "task.reference=start is the model that this configuration starts from, but the attacked model "
+                        "is of another kind. Name a public model (task.reference=minilm or public_t5), or set it to "
+                        "null."
                     )
             attacker.reference = attacker.look(source, progress)
 
@@ -261,8 +263,8 @@ class Membership(MembershipSettings):
             facts["memorisation"] = _memorisation(trained, suspects)
             if models < trained.wanted:
                 facts["caveats"].append(
-                    f"There are {models} shadow models of task.shadows={trained.wanted}, as many as task.minutes="
-                    f"{self.minutes:g} allowed by the time of a few steps: the attacks that use them are weaker for it."
+                    f"There are {models} shadow models of task.shadows={trained.wanted}: a timed trial showed that "
+                    f"task.minutes={self.minutes:g} allows no more. The attacks that use them are weaker for it."
                 )
         return facts
 

@@ -44,8 +44,8 @@ from lit_dpret.texts import normalise
 Others = Literal["coins", "dev", "test"]
 
 SHIFT = (
-    "Members and others come from different splits, so that an attack may tell the splits apart and not the members. "
-    "Numbers above one half, and above a ceiling, may be that."
+    "Members and others come from different splits, so an attack may distinguish the splits rather than the members. "
+    "Numbers above one half, or above a ceiling, may be due to that."
 )
 MOST_POPULATION = 500
 
@@ -91,13 +91,13 @@ def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: in
     if others == "coins":
         if coins is None:
             raise ConfigurationError(
-                "task.others=coins, but the run tossed none. Train the target with task.membership_coins=true, or take "
-                "others from another split (task.others=dev), which may differ in more than membership."
+                "task.others=coins, but the run tossed none. Train the target with task.membership_coins=true, or "
+                "take others from another split (task.others=dev), which may differ in more than membership."
             )
         if set(coins.heads) != set(trained):
             raise DataError(
-                "The coins of the run are of other queries than the datamodule's train split: give the datamodule the "
-                "settings that it was trained with."
+                "The run's coins are for other queries than the datamodule's train split. Give the datamodule the "
+                "settings that the run was trained with."
             )
         outside = [query for query in trained if not coins.heads[query]]
     else:
@@ -125,8 +125,8 @@ def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: in
     member = np.array([query not in held_out for query in [*chosen, *population]])
     if not len(population) or len(set(member[: len(chosen)])) < 2:
         raise DataError(
-            f"{len(free)} queries are too few for an attack, without copies and without those that have no passage: "
-            "there must be members, others, and some to compare with. Raise datamodule.max_train_queries and "
+            f"{len(free)} queries are too few for an attack, not counting copies and those without a passage: there "
+            "must be members, others, and some to compare with. Raise datamodule.max_train_queries and "
             "datamodule.max_passages, where they are set."
         )
     texts: list[str] = []
@@ -217,11 +217,11 @@ class Shadows:
         self.planned = int(parts.make_trainer().max_steps)
         if self.planned < 1:
             raise ConfigurationError(
-                "trainer.max_steps sets the length of shadow trainings, and is null. Set it to the target's."
+                "trainer.max_steps must be at least 1: it is the length of shadow trainings. Set it to the target's."
             )
         if getattr(parts.make_privacy(), "dataset_ledger", None) is not None:
             raise ConfigurationError(
-                "privacy.dataset_ledger adds up what is released, and shadow models are not. Set it to null for "
+                "privacy.dataset_ledger adds up releases, and shadow models are never released. Set it to null for "
                 "task=membership."
             )
 
@@ -238,8 +238,8 @@ class Shadows:
         count, spent = int(plan["models"]), stages.seconds["pilot"]
         if count == 0:
             self.why_none = (
-                f"There are no shadow models, and the strongest attacks are missing: {FEWEST} of the target's "
-                f"{self.planned} steps would take {FEWEST * plan['seconds_each'] / 60:.1f} minutes, and "
+                f"There are no shadow models, so the strongest attacks are missing: {FEWEST} of the target's "
+                f"{self.planned} steps would take {FEWEST * plan['seconds_each'] / 60:.1f} minutes, but "
                 f"task.minutes={self.minutes:g}. Raise it, and run the task in another hydra.run.dir."
             )
             return None

@@ -76,8 +76,8 @@ class Together:
             return self._told(f"What they cost together is not known: {str(error).rstrip('.')}")
         if math.isinf(spent):
             return self._told(
-                "Together they have no epsilon that is proved: the ledger of one of them at least proves nothing, as "
-                "its card says"
+                "Together they have no proved epsilon: the ledger of at least one of them proves nothing, as its card "
+                "states"
             )
         planned = self.planned["epsilon"]
         if spent <= planned * (1 + _ROUNDING):
@@ -92,8 +92,8 @@ class Together:
         planned = self.planned or {}
         return (
             f"Together epsilon {show_epsilon(value)} at delta {show_delta(planned['delta'])} for one {self.unit}, "
-            f"{told}composed by {how or planned['accountant']}: whoever sees several of the models, or one that was "
-            "chosen among them, has this and not the epsilon of one card"
+            f"{told}composed by {how or planned['accountant']}: this, not the epsilon of one card, holds for anyone "
+            "who sees several of the models, or one chosen among them"
         )
 
     def _told(self, cost: str | None) -> str:
@@ -151,8 +151,8 @@ def _refuse_untold(parts: Parts, siblings: Mapping[str, Any]) -> None:
         if ended and not tells_of_all(records, siblings):
             raise ResumeError(
                 f"resume=true: {path.parent} holds a finished run of another command, and this one would start more "
-                "private runs beside it: its card would not tell of them, or of what a choice among all costs. Set "
-                f"the runs that it was begun with, or begin all {siblings['runs']} in another hydra.sweep.dir without "
+                "private runs next to it: its card would not state them, or what a choice among all costs. Request the "
+                f"runs that it started with, or start all {siblings['runs']} in another hydra.sweep.dir without "
                 "resume=true."
             )
 
@@ -188,7 +188,7 @@ def _planned(runs: Sequence[ComposedRun], made: Sequence[tuple[Any, Parts]], var
     kinds = {(budget.unit, budget.neighbours, budget.duplicates, budget.unit_by) for budget in budgets}
     units = sorted({budget.describe_unit(whole=len(kinds) > 1) for budget in budgets})
     if len(kinds) > 1:
-        words.append(f"Their epsilons are of different units and do not add up: {', '.join(units)}")
+        words.append(f"Their epsilons are for different units and do not add up: {', '.join(units)}")
     planned = planned_together(plans) if plans and len(kinds) == 1 else None
     if planned is not None and beside is not None:
         beside |= {"private_runs": len(plans), "planned": planned}
@@ -252,7 +252,9 @@ class Outcomes:
         by_terms: dict[str, list[str]] = {}
         for row in self.rows:
             by_terms.setdefault(row["terms"], []).append(row["run"])
-        told = [f"The epsilon of {', '.join(runs)}, alone: at {terms}." for terms, runs in by_terms.items() if terms]
+        told = [
+            f"{', '.join(runs)}: each run's epsilon alone, at {terms}." for terms, runs in by_terms.items() if terms
+        ]
         if self.together is not None and self.together.words:
             told.append(self.together.after(path for folder in self.run_dirs for path in ledgers_below(folder)))
         text = "\n\n".join([self.table().markdown(), *told])

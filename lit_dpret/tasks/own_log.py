@@ -45,19 +45,19 @@ class OwnLog(Pipeline):
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         if getattr(parts.make_privacy(), "neighbours", "zero_out") == "add_or_remove":
             raise ConfigurationError(
-                "privacy.neighbours=add_or_remove keeps the number of queries private, and the batches of task=own_log "
-                "follow from it. Use task=pipeline with sizes of your own, or privacy.neighbours=zero_out."
+                "privacy.neighbours=add_or_remove keeps the number of queries private, but task=own_log derives its "
+                "batch sizes from it. Use task=pipeline with your own batch sizes, or privacy.neighbours=zero_out."
             )
         data = parts.make_datamodule()
         if isinstance(data, InsuranceQADataModule):
             raise ConfigurationError(
-                "task=own_log is for a log of your own, and the data are InsuranceQA, the default. Name yours: "
-                "datamodule=pairs datamodule.pairs=log.jsonl. On InsuranceQA experiment=quickstart does the same."
+                "task=own_log is for your own log, but the data are InsuranceQA, the default. Name yours: "
+                "datamodule=pairs datamodule.pairs=log.jsonl. experiment=quickstart does the same on InsuranceQA."
             )
         if not getattr(data, "has_public_passages", False):
             raise ConfigurationError(
-                "task=own_log needs a public list of passages, to search and to write queries for. Declare that of the "
-                "log public with datamodule.passages_are_public=true, or name one with datamodule.corpus."
+                "task=own_log needs a public list of passages, to search and to write queries for. Declare the log's "
+                "passages public with datamodule.passages_are_public=true, or name a list with datamodule.corpus."
             )
         log = self._split(parts, data)
         parts = replace(parts, make_datamodule=partial(parts.make_datamodule, **log))
@@ -66,7 +66,7 @@ class OwnLog(Pipeline):
 
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
         """Refuse to plan: the trainings depend on a split that does not exist before the task runs."""
-        raise UnplannedError("task=own_log decides its sizes when it runs. In a sweep or a plan use task=pipeline.")
+        raise UnplannedError("task=own_log decides its sizes when it runs. For a sweep or a plan use task=pipeline.")
 
     def _split(self, parts: Parts, data: Any) -> dict[str, Any]:
         """Return settings that read the log with a test split: none if it has one, otherwise those of a newly written
@@ -75,7 +75,7 @@ class OwnLog(Pipeline):
         folder, check = parts.run_dir / SPLIT, parts.run_dir / CHECK
         begun = Stages(check, resume=parts.resume, fingerprint="task=own_log")
         if folder.exists() and not (check / STAGES_NAME).exists():
-            raise ConfigurationError(f"{folder} is of another task. Choose another hydra.run.dir.")
+            raise ConfigurationError(f"{folder} belongs to another task. Choose another hydra.run.dir.")
         data.prepare_data()
         is_split, splits = True, set[str]()  # also if unreadable, which the check reports like any problem
         with suppress(DataError):
@@ -85,8 +85,8 @@ class OwnLog(Pipeline):
             begun.on_data(log.queries, log.passages, log.qrels, log.users)
         if splits and is_split and "test" not in splits:
             raise DataError(
-                f"The log has the splits {', '.join(sorted(splits))}, and task=own_log compares on the split test. "
-                "Call one of them test, or leave the splits out: then the log is split by user."
+                f"The log has the splits {', '.join(sorted(splits))}, but task=own_log evaluates on the split test. "
+                "Name one of them test, or leave the splits out: then the task splits the log."
             )
         # The report is written last, and is as private as the log; it is kept next to the split for the owner.
         if not ((check / STAGES_NAME).exists() and (check / PAGE).exists() and (is_split or folder.exists())):
@@ -102,7 +102,7 @@ class OwnLog(Pipeline):
             except LitDpretError:  # the corrected log may use the folder
                 (check / STAGES_NAME).unlink()
                 raise
-            say(f"no problems in the log; the whole check: {check / PAGE}")
+            say(f"no problems in the log; the full check: {check / PAGE}")
         if is_split:
             return {}
         unset = dict.fromkeys(("folder", "pairs", "columns", "corpus", "queries", "qrels"))
@@ -141,11 +141,11 @@ class OwnLog(Pipeline):
         unit = getattr(mode, "unit", "query")
         if unit != "user" and data.collection.users:
             say(
-                f"the log names users, and the promise is for one {unit}, not for all that a person asked; "
-                "privacy.unit=user with datamodule.max_rows_per_unit promises the latter"
+                f"the log names users, but the guarantee is for one {unit}, not for all queries of a person; "
+                "privacy.unit=user with datamodule.max_rows_per_unit guarantees the latter"
             )
         if self.tuning_data == "unknown":
             say(
-                "nobody declared how the other settings were chosen, and the cards say so; if all of them were fixed "
-                "before this log was used, say task.tuning_data=none"
+                "how the other settings were chosen is not declared, and the cards say so; if all of them were fixed "
+                "before this log was used, set task.tuning_data=none"
             )

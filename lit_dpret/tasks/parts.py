@@ -33,7 +33,7 @@ class ComposedRun:
 
 def no_outline(**settings: Any) -> Any:
     """Refuse to outline a model without a given method."""
-    raise ConfigurationError("The formulas support encoder-decoder models (model=generator) only.")
+    raise ConfigurationError("The cost formulas support encoder-decoder models only (model=generator).")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Parts:
         """Return the federation plan of the task."""
         plan = self.make_federation()
         if plan is None:
-            raise ConfigurationError("This task needs to know of which federation. Add federated=inprocess.")
+            raise ConfigurationError("This task needs a federation. Add federated=inprocess, simulation or flower.")
         return plan
 
     def command_again(self, *how: str) -> str:
@@ -155,13 +155,13 @@ def check_output(name: str, value: str, *, folder: bool) -> None:
     path = Path(value).expanduser()
     try:
         if path.is_dir() and not folder:
-            raise ConfigurationError(f"{name}={value} is a folder, and a file is written there. Name a file.")
+            raise ConfigurationError(f"{name}={value} is a folder, but a file is written there. Name a file.")
         if path.exists() and folder and not path.is_dir():
-            raise ConfigurationError(f"{name}={value} is a file, and a folder is needed there. Name a folder.")
+            raise ConfigurationError(f"{name}={value} is a file, but a folder is needed there. Name a folder.")
         there = next(found for found in (path, *path.absolute().parents) if found.exists())
     except OSError as error:
         raise ConfigurationError(f"{name}={value} cannot be written: {error.strerror}.") from error
     if there != path and not there.is_dir():
         raise ConfigurationError(f"{name}={value} cannot be written: {there} is a file.")
     if not os.access(there, os.W_OK):
-        raise ConfigurationError(f"{name}={value} cannot be written: {there} is not yours to write to.")
+        raise ConfigurationError(f"{name}={value} cannot be written: you have no write permission for {there}.")

@@ -51,16 +51,16 @@ from lit_dpret.tasks.stages import Stages, settings_fingerprint
 def _notes(rows: Sequence[RowResult]) -> list[str]:
     bare = [row.system for row in rows if row.privacy.startswith("no privacy guarantee")]
     found = [
-        "What is promised at the top of the page holds for the synthetic queries and for the retriever that learned "
-        "from them. Every other row has its own promise, in the table.",
-        "Each row that learned from the real queries is a release of its own. Who publishes several has spent up to "
-        "the sum of their epsilons, at the sum of their deltas. So has who compares them and publishes the better one.",
-        "The numbers are computed on the test queries of the log, which no epsilon protects: show them to those who "
-        "may see these queries.",
+        "The guarantee at the top of the page holds for the synthetic queries and for the retriever trained on them. "
+        "Every other row has its own guarantee, in the table.",
+        "Each row trained on the real queries is a separate release. Publishing several costs up to the sum of their "
+        "epsilons, at the sum of their deltas. So does comparing them and publishing the better one.",
+        "The numbers are computed on the test queries of the log, which no epsilon protects: show them only to those "
+        "who may see these queries.",
     ]
     if bare:
         found.append(
-            f"Made from the real queries without protection: {'; '.join(bare)}. No guarantee covers these models, nor "
+            f"Trained on the real queries without protection: {'; '.join(bare)}. No guarantee covers these models or "
             "their numbers."
         )
     return found
@@ -231,8 +231,8 @@ class Pipeline(Settings):
             return mode
         if mode.guarantee != "dp" or mode.candidates not in ("rows", "pool"):
             raise ConfigurationError(
-                f"task=pipeline compares training with and without privacy by itself; privacy={mode.name} leaves it "
-                "nothing to promise. Choose privacy=dp_sgd, or privacy=none for the upper bound."
+                f"task=pipeline compares training with and without privacy, and privacy={mode.name} cannot train its "
+                "generator and retriever privately. Choose privacy=dp_sgd, or privacy=none for the upper bound."
             )
         mode.max_grad_norm = max_grad_norm
         return mode
@@ -358,16 +358,16 @@ class Pipeline(Settings):
             if self.round_trip_filter is not None and not found["kept"]:
                 raise DataError(
                     f"task.round_trip_filter={k}: none of {found['queries']} synthetic queries finds its own passage "
-                    f"among the first {k} results. Go on with all of them by resume=true task.round_trip_filter=null, "
-                    "or train the generator longer in a new run."
+                    f"among the first {k} results. Continue with all of them (resume=true "
+                    "task.round_trip_filter=null), or train the generator longer in a new run."
                 )
             return found | {"filter": self.round_trip_filter}
 
         trip = self._trips[name] = self._stages.run(name, work)
         if trip["filter"] != self.round_trip_filter:
             raise ResumeError(
-                f"task.round_trip_filter={self.round_trip_filter}, and stage {name} of this run was finished with "
-                f"{trip['filter']}. Restore that, or choose another hydra.run.dir."
+                f"task.round_trip_filter={self.round_trip_filter}, but stage {name} of this run was finished with "
+                f"{trip['filter']}. Restore that value, or choose another hydra.run.dir."
             )
         keep = None if self.round_trip_filter is None else self._parts.run_dir / name / KEPT
         return self._made(folder, keep, card=card)
@@ -403,9 +403,9 @@ class Pipeline(Settings):
             say(where)
         if all((folder / one / LEDGER_NAME).exists() for one in _PRIVATE_STAGES):  # now, or before task.only changed
             say(
-                "Two private trainings are compared here: who publishes both, or the better one, has spent up to the "
-                "sum of their epsilons, at the sum of their deltas. Each card that knew of both says on what "
-                "condition a smaller epsilon holds."
+                "Two private trainings are compared here: publishing both, or the better one, costs up to the sum of "
+                "their epsilons, at the sum of their deltas. Each card that records both states on what condition a "
+                "smaller epsilon holds."
             )
         seconds = self._stages.seconds
         say(f"Stages took {sum(seconds.values()):.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in seconds.items()))
@@ -422,9 +422,9 @@ class Pipeline(Settings):
         notes = _notes(table)
         if self.round_trip_filter is not None:
             notes.append(
-                f"The retriever learned from the {trip['kept']} of {trip['queries']} synthetic queries that find their "
-                f"own passage among the first {trip['k']} results of the zero-shot encoder; the pseudo-queries were "
-                "chosen in the same way."
+                f"The retriever was trained on the {trip['kept']} of {trip['queries']} synthetic queries that find "
+                f"their own passage among the first {trip['k']} results of the zero-shot encoder; the pseudo-queries "
+                "were chosen in the same way."
             )
         report = RunReport(
             title="Retrieval from private queries: what it reached, and what was promised",

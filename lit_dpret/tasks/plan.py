@@ -91,7 +91,7 @@ class Plan:
             check_devices(self.device, self.world_size, self.strategy)
         elif (self.world_size, self.strategy) != (1, "ddp"):
             raise ConfigurationError(
-                f"task.world_size={self.world_size} and task.strategy={self.strategy} are of a prediction: name "
+                f"task.world_size={self.world_size} and task.strategy={self.strategy} are for a prediction: set "
                 "task.device too."
             )
         if not isinstance(self.plot, bool) and self.plot is not None:
@@ -102,7 +102,10 @@ class Plan:
         """Write ``plan.json`` and ``plan.png`` and print the tables; return sigma and epsilon."""
         mode = parts.make_privacy()
         if mode.guarantee != "dp":
-            raise ConfigurationError(f"task=plan needs a private mode; privacy={mode.name} promises nothing to plan.")
+            raise ConfigurationError(
+                f"task=plan needs a private mode, but privacy={mode.name} has no guarantee to plan. Choose "
+                "privacy=dp_sgd."
+            )
         if self.plot:
             require_matplotlib()
         check_run_dir(parts.run_dir, min_free_mb=1)

@@ -47,7 +47,7 @@ class PretrainingOverlap(Settings):
         )
         if self.sampled is not None and not 0 < self.sampled <= 1:
             raise ConfigurationError(
-                f"task.sampled={self.sampled} is not a share of a corpus; give one above 0, up to 1."
+                f"task.sampled={self.sampled} must be a share of a corpus: above 0, and at most 1."
             )
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -55,8 +55,8 @@ class PretrainingOverlap(Settings):
         check_run_dir(parts.run_dir, min_free_mb=1)
         if self.card is not None and not (self.card / CARD_NAME).is_file():
             raise DataError(
-                f"task.card={self.card} holds no {CARD_NAME}, so it could not be marked. Name the folder of the run, "
-                "model or data set that learnt from these queries, or set it to null."
+                f"task.card={self.card} holds no {CARD_NAME}, so there is no card to mark. Name the folder of the run, "
+                "model or data set that was trained on these queries, or set it to null."
             )
         files = corpus_files(self.corpus)
         data = parts.read_data("test")
@@ -114,10 +114,10 @@ class PretrainingOverlap(Settings):
         """Explain what the shares mean for the corpus as a whole."""
         if self.sampled == 1.0:
             return "This is the whole corpus, as declared."
-        known = "" if self.sampled is None else f" The bounds take the files for a random {self.sampled:.3%} of it."
+        known = "" if self.sampled is None else f" The bounds treat the files as a random {self.sampled:.3%} of it."
         return (
-            "A sample of the corpus gives a lower bound: a text that was not found may stand in the rest of it. The "
-            f"intervals are about the choice of texts, not about the choice of documents.{known}"
+            "A sample of the corpus gives a lower bound: a text that was not found may occur in the rest of it. The "
+            f"intervals concern the choice of texts, not the choice of documents.{known}"
         )
 
     def _page(self, parts: Parts, facts: Mapping[str, Any]) -> Page:
@@ -134,8 +134,9 @@ class PretrainingOverlap(Settings):
                 rows.append((name, what, shown, "" if limits is None else f"{limits[0]:.2%} to {limits[1]:.2%}"))
         notes = [
             self._reach(),
-            "A text is found when its words stand in one document in a row, case, punctuation and line breaks aside.",
-            f"Texts with fewer than {self.ngram} words cannot share so many and are not in that share.",
+            "A text is found when its words occur in one document in a row, ignoring case, punctuation and line "
+            "breaks.",
+            f"Texts with fewer than {self.ngram} words cannot have that many in common and are left out of that share.",
         ]
         sections = [
             Section("Found", [Grid(("texts", "what", "found, with its 95 % interval", "whole corpus"), rows)]),

@@ -42,7 +42,7 @@ class PseudoLabels(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.per_query <= self.depth:
-            raise ConfigurationError(f"task.per_query={self.per_query} is not between 1 and task.depth={self.depth}.")
+            raise ConfigurationError(f"task.per_query={self.per_query} must be from 1 to task.depth={self.depth}.")
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``run_dir/pseudo_labels``; return the number of labelled queries."""

@@ -39,7 +39,7 @@ def wrong_sources(sources: Mapping[str, str], seed: int = 0) -> dict[str, str]:
     """Return each query with a wrong passage, from one random cycle of the passages (Sattolo's algorithm)."""
     passages = sorted(set(sources.values()))
     if len(passages) < 2:
-        raise DataError(f"A shuffled control needs two passages with queries; there are {len(passages)}.")
+        raise DataError(f"A shuffled control needs at least two passages with queries; there are {len(passages)}.")
     coins = np.random.Generator(np.random.Philox(key=seed))
     cycle = list(range(len(passages)))
     for last in range(len(cycle) - 1, 0, -1):

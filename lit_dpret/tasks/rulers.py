@@ -34,7 +34,7 @@ def make_rulers(parts: Parts, privacy: Any) -> tuple[dict[Side, Ruler], str]:
         module = parts.make_module(privacy=privacy)
         rulers = rulers_of(module)
     except (LitDpretError, AttributeError) as error:
-        why = str(error) if isinstance(error, LitDpretError) else "the model of model= reads no texts"
+        why = str(error) if isinstance(error, LitDpretError) else "the chosen model reads no texts"
         return {"query": words, "passage": words}, f"words between white space ({why})"
     return rulers, f"tokens of {type(module).__name__}, with its prefix and special tokens"
 

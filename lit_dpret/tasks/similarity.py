@@ -99,16 +99,16 @@ class Similarity(Settings):
         self.features = some_of("task.features", self.features, get_args(Features))
         if self.reference_file is not None and self.held_out is not None:
             raise ConfigurationError(
-                f"task.held_out={self.held_out} is a split of the datamodule, which task.reference_file replaces; set "
-                "one."
+                f"task.held_out={self.held_out} is a split of the datamodule, which task.reference_file replaces. Set "
+                "one of them."
             )
         if self.reference_file is not None and self.measures is not None and "bleu" in self.measures:
             raise ConfigurationError(
-                f"task.measures names bleu, which compares queries of one passage; {_NO_PASSAGES}."
+                f"task.measures names bleu, which compares queries of one passage, but {_NO_PASSAGES}. Leave bleu out."
             )
         if self.reference_file is not None and self.reference == "synthetic":
             raise ConfigurationError(
-                "task.reference=synthetic is checked against a privacy card, and task.reference_file has none. Pass "
+                "task.reference=synthetic is checked against a privacy card, but task.reference_file has none. Pass "
                 "the folder as datamodule=synthetic, or declare the kind of the queries."
             )
 

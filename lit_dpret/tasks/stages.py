@@ -69,7 +69,7 @@ class Stages:
         self._data = content_sha256(*measured)
         if self._begun_on not in ("", self._data):
             raise ResumeError(
-                f"resume=true, but the data are others than those that the run in {self.run_dir} was started with: its "
+                f"resume=true, but the data differ from those that the run in {self.run_dir} was started with: its "
                 "results would mix both. Restore the data, or choose another hydra.run.dir."
             )
         return self

@@ -51,7 +51,7 @@ class Sweep(Settings):
         self.sweep = SweepFile.read(self.file)
         if self.metric_data == "none" and self.sweep.metric:
             raise ConfigurationError(
-                f"task.metric_data=none, and task.file={self.sweep.path} compares its trials by "
+                f"task.metric_data=none, but task.file={self.sweep.path} compares its trials by "
                 f"{self.sweep.metric['name']}: declare the data on which it is computed."
             )
 
@@ -87,9 +87,9 @@ class Sweep(Settings):
         if outcome.failed:
             first, why = next(iter(outcome.failed.items()))
             raise WorkerError(
-                f"{len(outcome.failed)} of {len(trials)} trials failed; {first}: {why.rstrip('.')}. Those that are "
-                "done are kept: the same command tries the others again, and task.give_back=true lets go of what is "
-                "reserved for them."
+                f"{len(outcome.failed)} of {len(trials)} trials failed; {first}: {why.rstrip('.')}. Finished trials "
+                "are kept: the same command retries the others, and task.give_back=true releases the budget reserved "
+                "for them."
             )
         return {"trials": float(len(outcome.done)), **({} if report.epsilon is None else {"epsilon": report.epsilon})}
 
@@ -128,9 +128,9 @@ class Sweep(Settings):
         terms = {} if ledger is None else ledger.terms()
         if budget is not None and self.metric_data == "private" and terms["delta"] > budget.delta:
             raise ConfigurationError(
-                f"task.metric_data=private with privacy.delta={budget.delta}: the choice is covered by the limit "
-                f"of task.dataset_ledger={self.dataset_ledger}, which holds at delta {terms['delta']} and says "
-                "nothing at a smaller one. Set privacy.delta to that, or choose on public data."
+                f"task.metric_data=private with privacy.delta={budget.delta}: the limit of "
+                f"task.dataset_ledger={self.dataset_ledger} covers the choice, and holds at delta {terms['delta']} but "
+                "not at a smaller one. Set privacy.delta to that, or choose on public data."
             )
         places = [Charge.of(one.releases, one.start.uncounted(ledger) if one.start else ()) for one in plans]
         counted = SweepTerms(
@@ -149,7 +149,7 @@ class Sweep(Settings):
     def _plans_of(self, parts: Parts, trial: Trial, known: dict[str, list[PlannedFit]]) -> list[PlannedFit]:
         """Return the private trainings of one trial; from the cache if an equal trial was planned before."""
         if parts.make_run is None:
-            raise ConfigurationError("task=sweep is run from the command line, which composes its trials.")
+            raise ConfigurationError("Run task=sweep from the command line, which composes its trials.")
         composed = parts.make_run([*self.sweep.fixed, *trial.overrides])
         task, own = composed.make()
         mode = own.make_privacy()
@@ -159,7 +159,7 @@ class Sweep(Settings):
         if mode.guarantee == "dp" and '"log_private_loss": true' in composed.describe(("model", "task")):
             raise ConfigurationError(
                 f"task.file={self.sweep.path} sets log_private_loss=true under privacy={mode.name}: such a trial has "
-                "no claim, and no reservation bounds its cost. Remove it."
+                "no claim, and no reservation bounds its cost. Remove that setting."
             )
         return planned_once(composed, task, own, known)
 
@@ -172,7 +172,7 @@ class Sweep(Settings):
             if len(found := {str(getattr(budget, knob.partition(".")[2])) for budget in budgets}) > 1:
                 raise ConfigurationError(
                     f"task.file={self.sweep.path}: its trials have {knob}={' and '.join(sorted(found))}, and "
-                    "epsilons of different guarantees do not add up. Make a sweep of each."
+                    "epsilons of different guarantees do not add up. Run a sweep for each."
                 )
         return min(budgets, key=lambda budget: budget.delta, default=None)
 
@@ -185,16 +185,16 @@ class Sweep(Settings):
         cost = f"all trials together cost epsilon {show_epsilon(epsilon)} at delta {show_delta(delta)}"
         if self.dataset_ledger is None:
             raise ConfigurationError(
-                f"task.dataset_ledger=null, and {cost}: set it to the file that adds up all runs on the data set, "
-                "beside the data, so that one trial's epsilon is not mistaken for the cost of the sweep."
+                f"task.dataset_ledger=null, but {cost}: set it to the file next to the data that adds up all runs on "
+                "the data set, so that one trial's epsilon is not mistaken for the cost of the sweep."
             )
         if self.dataset_ledger.resolve().is_relative_to(parts.run_dir.resolve()):
             raise ConfigurationError(
-                f"task.dataset_ledger={self.dataset_ledger} lies inside the sweep's folder {parts.run_dir}, where no "
-                "other run on the data set would find it. Put it beside the data."
+                f"task.dataset_ledger={self.dataset_ledger} is inside the sweep's folder {parts.run_dir}, where no "
+                "other run on the data set would find it. Put it next to the data."
             )
         if self.total_eps is None and not self.dataset_ledger.exists():
-            raise ConfigurationError(f"task.total_eps=null with a new task.dataset_ledger: {cost}. Set the limit.")
+            raise ConfigurationError(f"task.total_eps=null with a new task.dataset_ledger: {cost}. Set task.total_eps.")
 
 
 @contextmanager

@@ -75,8 +75,8 @@ def refuse_unprivate_choice(task: Any, mode: Any, name: str | None, *, knob: str
     """Refuse to choose among private runs by a result without privacy."""
     if name in results_without_privacy(task, mode):
         raise ConfigurationError(
-            f"{knob}={name} under privacy={mode.name}: that result is of a model trained on the private queries "
-            "without privacy, and a choice by it is covered by no epsilon. Name another result."
+            f"{knob}={name} under privacy={mode.name}: that result is from a model trained on the private queries "
+            "without privacy, and no epsilon covers a choice by it. Name another result."
         )
 
 
@@ -91,8 +91,8 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
     """Refuse an undeclared objective on private queries; return whether it is on private ones."""
     if sweep is not None and sweep.facts["metric_data"] == "none":
         raise ConfigurationError(
-            f"objective={name} in a trial of a sweep with task.metric_data=none: a sweeper compares trials by it, and "
-            "the cards say that nothing is compared. Plan the sweep with the data that the objective is computed on."
+            f"objective={name} in a trial of a sweep with task.metric_data=none: a sweeper compares trials by it, but "
+            "the cards say that nothing is compared. Plan the sweep with the task.metric_data of the objective."
         )
     if any(name in one.public_metrics for one in callbacks if isinstance(one, RetrievalEvaluation)):
         return False
@@ -101,11 +101,11 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
     if getattr(task, "private_results", False):
         private.append("a task on private queries")
     elif getattr(task, "undeclared_results", False) and (sweep is None or sweep.facts["metric_data"] == "unknown"):
-        private.append("results of the DataModule's queries, of which nothing says whose they are")
+        private.append("results on the DataModule's queries, whose owner is not declared")
     if private and not declared:
         raise ConfigurationError(
-            f"objective={name} with {private[0]}: a sweeper writes that number beside all trials, and chooses by it, "
-            "which no epsilon covers. Compare on public queries, or name in trial_of a sweep planned with a "
+            f"objective={name} with {private[0]}: a sweeper records that number for all trials and chooses by it, "
+            "which no epsilon covers. Compare on public queries, or set trial_of to a sweep planned with a "
             "task.metric_data that declares their kind (docs/sweeps.md)."
         )
     return bool(private) or declared
@@ -132,7 +132,7 @@ def refuse_other_choice(
     among, way = "several private releases", ""
     if own:
         among = AMONG if hasattr(task, "planned_fits") else "releases of private data"
-        way = ", or name a planned sweep by trial_of, whose cost is known (docs/sweeps.md)"
+        way = ", or set trial_of to a planned sweep, whose cost is known (docs/sweeps.md)"
     chooser = f"objective={objective}" if objective is not None else f"-m, which varies {', '.join(differing)}"
     said = [("task.tuning_", {"data": getattr(task, "tuning_data", None)})]
     said += [("callbacks.card.tuning_", one.tuning) for one in parts.make_callbacks() if isinstance(one, PrivacyCard)]
@@ -153,15 +153,15 @@ def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str
     """Refuse a trial without a bounded cost, or one that contradicts its sweep about the comparison data."""
     if not hasattr(task, "planned_fits"):
         raise ConfigurationError(
-            f"trial_of and task.file are for task=fit and task=pipeline: the releases of {type(task).__name__} are not "
-            "known beforehand, and no sweep can plan them."
+            f"trial_of and task.file are for task=fit, fit_scored and pipeline: the releases of {type(task).__name__} "
+            "are not known beforehand, so no sweep can plan them."
         )
     refuse_unprivate_choice(task, mode, metric, knob="metric.name")
     for setting in private_scores(task, callbacks):
         if metric_data != "private":
             raise ConfigurationError(
                 f"{setting} in a trial of a sweep with task.metric_data={metric_data}: its score uses private queries, "
-                "and the choice by it would be misreported. Set task.metric_data=private."
+                "so the cards would misreport the choice by it. Set task.metric_data=private."
             )
     refuse_other_tuning({"data": getattr(task, "tuning_data", None)}, metric_data, knob="task.tuning_")
     for one in callbacks:

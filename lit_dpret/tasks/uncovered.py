@@ -19,8 +19,8 @@ Owner = Literal["public", "private"]
 """The owner of the attacked texts, where synthetic texts are not a separate case."""
 
 DECLARED = (
-    "That the {what} are public is declared (task.whose=public), and nothing checks it: if they are not, this page is "
-    "as private as they are."
+    "The {what} are declared public (task.whose=public), and nothing checks that: if they are not, this page is as "
+    "private as they are."
 )
 
 NO_CARD = "there is no privacy card to say so"
@@ -59,9 +59,9 @@ def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured
         )
     if whose == "private" and not card_entry:
         raise ConfigurationError(
-            f"{knob}=private: {measured} of private queries is let out without noise, and no guarantee covers it. "
-            "Set task.card_entry=true to have it computed and written on the card as not covered; or compare with "
-            "public queries."
+            f"{knob}=private: {measured} of private queries is published without noise, and no guarantee covers it. "
+            "Set task.card_entry=true to compute it and mark it on the card as not covered; or compare with public "
+            "queries."
         )
     if card_entry and whose != "private":
         raise ConfigurationError(f"task.card_entry=true is for {knob}=private; with {knob}={whose} nothing leaks.")
@@ -76,8 +76,8 @@ def refuse_training_data(data: Any, folder: str | Path | None, *, knob: str) -> 
         run, _ = found
         raise ConfigurationError(
             f"{knob}=public, but this is the data set that {run} was trained on privately, according "
-            f"to its ledger, and its other splits are of the same log. Set {knob}=private, or use a data set that "
-            "holds public queries alone."
+            f"to its ledger, and its other splits come from the same log. Set {knob}=private, or use a data set "
+            "of public queries only."
         )
 
 

@@ -42,7 +42,7 @@ class Verify(Settings):
             )
         if _is_dataset_ledger(self.card):
             raise ConfigurationError(
-                f"task.card={self.card} is the ledger of a data set, and no card. The card of a run that names it "
+                f"task.card={self.card} is the ledger of a data set, not a card. The card of a run that names it "
                 "states what all runs cost together ('all runs on this data set')."
             )
         asked = (
@@ -58,8 +58,8 @@ class Verify(Settings):
             say(f"written: {report}")
         if found.elsewhere:
             say(
-                f"found outside {found.path.parent}, so whoever gets that folder alone lacks them "
-                f"(task.self_contained=true checks as they will): {', '.join(map(str, found.elsewhere))}"
+                f"found outside {found.path.parent}, so a recipient of that folder alone lacks them "
+                f"(task.self_contained=true checks what they can): {', '.join(map(str, found.elsewhere))}"
             )
         if found.failed:
             raise VerificationError(

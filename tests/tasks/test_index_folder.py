@@ -232,7 +232,7 @@ def test_an_index_of_faiss_is_kept_and_asked(encoder: Path, tmp_path: Path) -> N
 def test_an_index_that_cannot_be_kept_is_refused(encoder: Path, tmp_path: Path) -> None:
     encode_folder(encoder, PASSAGES, tmp_path / "embeddings")
     for name in ("scann", "faiss:", "faiss"):
-        with pytest.raises(ConfigurationError, match="cannot be kept as an index"):
+        with pytest.raises(ConfigurationError, match="cannot be stored as an index"):
             index_folder(tmp_path / "embeddings", tmp_path / "index", search=name)
     with pytest.raises(ConfigurationError, match="over its own source"):
         index_folder(tmp_path / "embeddings", tmp_path / "embeddings")

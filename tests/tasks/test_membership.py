@@ -214,7 +214,7 @@ def test_a_time_too_short_for_four_shadow_models_has_none(make: Make, open_run: 
     told = attack(open_run, shadows=4, minutes=1e-4).run(make(tmp_path / "attack", steps=30))
     found = report(tmp_path / "attack")
     assert found["shadows"] is None and "auc/loss" in told and "auc/rmia" not in told
-    assert "no shadow models, and the strongest attacks are missing" in " ".join(found["caveats"])
+    assert "no shadow models, so the strongest attacks are missing" in " ".join(found["caveats"])
 
 
 def test_a_wrong_release_is_told(make: Make, open_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

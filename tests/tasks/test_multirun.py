@@ -339,7 +339,7 @@ def test_an_interrupted_sweep_of_optuna_goes_on_by_its_seed_and_is_refused_witho
 @pytest.mark.slow
 def test_a_multirun_tells_cost_then_table_and_refuses_a_setting_before_the_first_run(tmp_path: Path) -> None:
     call = partial(multirun, tmp_path)
-    for bad, named in (("privacy.eps=3,-1", "privacy.eps=-1"), ("trainer=cpu,gpu", "trainer cannot be made")):
+    for bad, named in (("privacy.eps=3,-1", "privacy.eps=-1"), ("trainer=cpu,gpu", "trainer cannot be built")):
         refused = call(bad, f"hydra.sweep.dir={tmp_path / 'refused'}")
         assert refused.returncode == cli.USER_ERROR and named in refused.stderr and "Traceback" not in refused.stderr
     assert not list(tmp_path.rglob("privacy_ledger.jsonl"))
