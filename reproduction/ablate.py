@@ -121,8 +121,8 @@ class Ablate(RetrievalStudy):
             generator = self.generators.get(str(self.variants[name].queries))
             if generator is not None and (folder := generator.missing_start()) is not None:
                 missing[name] = (
-                    f"task.variants.{name} learns from a generator that starts from {folder}, and there is none. Make "
-                    f"it from public pairs: {_WARM_UP.format(run=generator.public_start)}"
+                    f"task.variants.{name} needs a generator that starts from {folder}, which is missing. Train it "
+                    f"on public pairs: {_WARM_UP.format(run=generator.public_start)}"
                 )
             elif generator is not None:
                 generator.check_start()
@@ -146,8 +146,8 @@ class Ablate(RetrievalStudy):
         except ConfigurationError as error:
             reason = str(error)
         return (
-            f"task.variants.{name} learns the margins of task.teacher, a public cross-encoder, and there is none: "
-            f"{reason} docs/ablations.md says how one is made."
+            f"task.variants.{name} learns the margins of task.teacher, a public cross-encoder, which is missing: "
+            f"{reason} docs/ablations.md explains how to make one."
         )
 
     def cells(self) -> list[Cell]:
@@ -176,7 +176,7 @@ class Ablate(RetrievalStudy):
         """Return the smallest budget that covers the claim of a given data set."""
         claim = read_card(folder)["claim"]
         if claim["guarantee"] != "dp":
-            raise ConfigurationError(f"task.synthetic={folder} claims no epsilon: there is no row that it belongs to.")
+            raise ConfigurationError(f"task.synthetic={folder} claims no epsilon, so it belongs to no row.")
         covering = [eps for eps in self._budgets if claim["epsilon"] <= eps]
         if not covering:
             raise ConfigurationError(
@@ -353,7 +353,7 @@ class Ablate(RetrievalStudy):
                 continue
             if self._stages.result(labels)["teacher"] != self._teacher.fingerprint():
                 raise ResumeError(
-                    f"resume=true, but {labels} was made by another cross-encoder than task.teacher="
+                    f"resume=true, but {labels} comes from another cross-encoder than task.teacher="
                     f"{self._teacher.source}. Restore it, or remove {self._run_dir / labels} and the runs of "
                     f"task.variants.{cell.variant}."
                 )
@@ -393,10 +393,10 @@ class Ablate(RetrievalStudy):
             return []
         header = ["Generator", "trained parameters", "memory, MiB", *(["BLEU", "MAUVE"] if self.likeness_texts else [])]
         explained = (
-            "Means over the generators of all runs, with the least and the largest. Memory is the peak of the process "
-            "while it trained, above what it held before: weights, optimizer, activations of a physical batch, and "
-            "whatever else was needed. It is the largest over the runs, and a dash where an earlier training of the "
-            "same process had held as much."
+            "Means over the generators of all runs, with the smallest and the largest. Memory is the peak of the "
+            "process during training, above what it held before: weights, optimizer, activations of a physical batch, "
+            "and everything else. It is the largest over the runs, and a dash where an earlier training in the same "
+            "process held as much."
         )
         if self.likeness_texts:
             explained += (
@@ -430,8 +430,8 @@ class Ablate(RetrievalStudy):
     def notes(self) -> Iterable[str]:
         if self._asked_generators():
             yield (
-                "Each run that learns from synthetic queries has a generator of its own, trained with noise of its "
-                "own: the interval over runs covers that noise."
+                "Each run that learns from synthetic queries has its own generator, trained with its own noise: the "
+                "interval over runs covers that noise."
             )
         covered = {self._budget_of(folder) for folder in self._given}
         missing = [f"{eps:g}" for eps in self._budgets if eps not in covered]

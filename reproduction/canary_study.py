@@ -60,8 +60,8 @@ class CanaryStudy(Study):
             self.canaries.refuse_splits(_KNOBS)
         if self.canaries.include != 1:
             raise ConfigurationError(
-                f"task.canaries.include={self.canaries.include:g}: ranks are of planted secrets. Set it to 1; for "
-                "coins there is the one-run audit."
+                f"task.canaries.include={self.canaries.include:g}: ranks need every secret planted. Set it to 1; for "
+                "coins use the one-run audit."
             )
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -133,7 +133,7 @@ class CanaryStudy(Study):
             f"{self.trainings} trainings with each budget, {self.steps} steps of {self.batch} units on average, on "
             f"{units} units of which {self.canaries.units} are copies of canaries; secrets, coins and noise are "
             "new in each.",
-            "These models are canaried ones: none of them is for release.",
+            "These are canaried models: release none of them.",
             *([self.tuning_note] if self.tuning_note else []),
         ]
         written, contradictions = write_canary_table(

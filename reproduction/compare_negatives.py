@@ -35,7 +35,7 @@ class NegativesVariant:
 
     def __post_init__(self) -> None:
         if (self.label is None) == bool(self.negatives):
-            raise ConfigurationError(f"task.variants: label={self.label!r} goes with negatives, and with them alone.")
+            raise ConfigurationError(f"task.variants: label={self.label!r} must be set with negatives, and only then.")
         for name, source in self.negatives.items():
             if not _makes(source, NegativeSource):
                 raise ConfigurationError(

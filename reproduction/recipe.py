@@ -91,24 +91,25 @@ class Recipe:
             raise ConfigurationError("task.variants: privacy must make a privacy mode; set its _partial_ to true.")
         if self.queries not in (None, PSEUDO) and not self.learns_from_synthetic:
             raise ConfigurationError(
-                f"task.variants: queries={self.queries} cannot go with privacy={self.mode.name}. Queries of a DP "
-                "generator are learned from under privacy=synthetic, and only they are."
+                f"task.variants: queries={self.queries} cannot go with privacy={self.mode.name}: queries of "
+                "a DP generator need privacy=synthetic."
             )
         if self.queries == PSEUDO and self.guarantee != "none":
             raise ConfigurationError(
-                f"task.variants: queries=pseudo are public, and privacy={self.mode.name} would protect nobody. "
+                f"task.variants: queries=pseudo are public, so privacy={self.mode.name} would protect nothing. "
                 "Choose privacy=none."
             )
         if self.start is not None and (self.guarantee != "dp" or self.head != "query" or self.head_dim is not None):
             raise ConfigurationError(
-                f"task.variants: start={self.start} cannot go with privacy={self.mode.name}, head={self.head} and "
-                f"head_dim={self.head_dim}: a query head in all directions is trained on, under a mode that is charged "
-                "for what it started from. Leave start null, or set head=query and head_dim=null."
+                f"task.variants: start={self.start} cannot go with privacy={self.mode.name}, head={self.head} "
+                f"and head_dim={self.head_dim}: only a query head in all directions can be trained further, and only "
+                "under a DP mode, which is charged for its start. Leave start null, or set head=query, head_dim=null "
+                "and such a mode."
             )
         if self.pseudo_labels is not None and (self.queries is None or self.head != "query"):
             raise ConfigurationError(
-                f"task.variants: pseudo_labels={self.pseudo_labels} cannot go with queries={self.queries} and head="
-                f"{self.head}. A teacher reads synthetic queries alone, and its margins train a query head. Set "
+                f"task.variants: pseudo_labels={self.pseudo_labels} cannot go with queries={self.queries} and "
+                f"head={self.head}. A teacher reads only synthetic queries, and its margins train a query head. Set "
                 "queries, and head=query."
             )
 
@@ -199,8 +200,8 @@ class GeneratorRecipe:
         mode: Any = self.privacy.func
         if mode.guarantee != "dp":
             raise ConfigurationError(
-                f"task.generators: privacy={mode.name} promises nothing, and what is made from it could "
-                "not stand beside the budget. Choose privacy=dp_sgd."
+                f"task.generators: privacy={mode.name} has no guarantee, so its queries could not be "
+                "compared at the budget. Choose privacy=dp_sgd."
             )
 
     def missing_start(self) -> Path | None:
@@ -344,6 +345,6 @@ def refuse_other_training(
         if source is None or found[_READ] != source[_READ]:
             raise ResumeError(
                 f"resume=true, but {stage} comes from another training than the one in {generator}, which was moved "
-                f"away, or trained again. Restore that, or move {run_dir / stage} and what was made with it elsewhere "
-                "as well; what a ledger is charged with stays spent."
+                f"away or trained again. Restore that, or move away {run_dir / stage} and everything derived from it "
+                "too; charges in a ledger remain."
             )

@@ -77,7 +77,7 @@ def train_second_task(
     known, unseen = (embed(net, images) for images, _ in (train, test))
     for embeddings, labels in ((known, train[1]), (unseen, test[1])):
         if labels.shape != embeddings.shape[:1] or not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-            raise DataError(f"{len(embeddings)} images need a label each, between 0 and {classes - 1}.")
+            raise DataError(f"{len(embeddings)} images need one label each, from 0 to {classes - 1}.")
         if not torch.isfinite(embeddings).all():
             raise DataError("An embedding is not finite: the encoder has diverged.")
     batches: DataLoader[tuple[Tensor, ...]] = DataLoader(
@@ -202,7 +202,7 @@ class SecondTask(Classifier, Study):
         said = (
             f"Frozen encoders under a classifier with layers of {layers} and {len(class_names)}, which learned "
             f"{learned} without privacy. The paper's classifier learned the twenty coarse labels of CIFAR-100, so its "
-            "numbers stand beside ours for their form, not as a goal."
+            "numbers are shown for their form, not as a target."
         )
         table, theirs = MetricsTable.of(runs, baseline=base), (PAPER_002["table_2"], PAPER_002["table_4"])
         return VariantReport(

@@ -61,20 +61,20 @@ def spent_under(
     found = sum(_begins(one, other) for some in private.values() for one in some for other in elsewhere)
     if (lacking := taken_private - found) > 0:
         missing = (
-            f" The study in {taken} was taken as it is: the ledgers of {lacking} of its {taken_private} private "
-            "trainings are not there, and what those spent of the same queries is not in this sum."
+            f" The study in {taken} was used as it is: the ledgers of {lacking} of its {taken_private} private "
+            "trainings are missing, and what those spent on the same queries is not in this sum."
         )
     if lost := len(heads - _hashes(here)):
         missing += (
-            f" The ledgers of up to {_trainings(lost)} with a card here were not found: what was spent of the same "
-            "queries there is not in this sum."
+            f" The ledgers of up to {_trainings(lost)} with a card here were not found: what they spent on the same "
+            "queries is not in this sum."
         )
     more = missing
     if bare:
         trainings = f"{bare}{' more' if count else ''} training{'s' if bare > 1 else ''}"
         more = (
-            f" {trainings} had no privacy at all (ε = ∞, or made of public texts alone): what read the original "
-            f"queries without privacy promises nothing to anybody, whatever else is claimed.{missing}"
+            f" {trainings} had no privacy at all (ε = ∞, or public texts only): what read the original queries "
+            f"without privacy has no guarantee, whatever else is claimed.{missing}"
         )
     if not count:
         nothing = "What was spent cannot be added up." if missing else "No private training spent anything."
@@ -82,7 +82,7 @@ def spent_under(
     totals = [_total(some, kind) for kind, some in private.items()]
     text = (
         f"The {_trainings(count)} behind this page read the same queries. The epsilon of a row is that of its own "
-        f"training; whoever sees {'all of them' if len(totals) == 1 else 'several'} has {'; '.join(totals)}."
+        f"training; {'all of them' if len(totals) == 1 else 'several'} together have {'; '.join(totals)}."
     )
     if len(totals) > 1:
         text += (

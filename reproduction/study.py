@@ -97,9 +97,8 @@ class Study:
         result = self._stages.run(name, lambda folder, resume: {**work(folder, resume), "settings": settings})
         if result["settings"] != settings:
             raise ResumeError(
-                f"resume=true, but {name} was made with other settings of {knob}. Restore them, or move "
-                f"{self._run_dir / name} and what was made with it elsewhere; what its ledger is charged with "
-                "stays spent."
+                f"resume=true, but {name} was run with other settings of {knob}. Restore them, or move away "
+                f"{self._run_dir / name} and everything derived from it; charges in its ledger remain."
             )
         return result
 
@@ -129,8 +128,8 @@ def refuse_other_modes(mode: PrivacyMode, eps: float) -> None:
     """Refuse a mode that does not train generators privately."""
     if mode.guarantee != "dp" or mode.candidates != "rows":
         raise ConfigurationError(
-            f"task.eps={eps:g} needs a mode that trains generators, and privacy={mode.name} trains no generator. Set "
-            "privacy=dp_sgd; null among task.eps is no privacy."
+            f"task.eps={eps:g} needs a mode that trains generators, but privacy={mode.name} trains none. Set "
+            "privacy=dp_sgd; null in task.eps means no privacy."
         )
 
 
@@ -379,7 +378,9 @@ class RetrievalStudy(QueryStudy, ABC):
     def _note_on_start(self) -> list[str]:
         if self._promise in (PUBLIC, UNKNOWN):
             return []
-        return ["What the training of the zero-shot row's encoder spent is that row's own, and in no sum on this page."]
+        return [
+            "The training of the zero-shot row's encoder is charged to that row alone, and is in no sum on this page."
+        ]
 
     def _train_all(self, cells: Sequence[Cell]) -> None:
         """Do every row's first run, then every row's second run, so that early numbers cover all rows."""

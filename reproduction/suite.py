@@ -69,7 +69,9 @@ class Suite(Study):
             _known(f"task.parts.{name}.after", part.after, list(self.parts)[:place])
         for name, given in self.data.items():
             if given is not None and not Path(given).exists():
-                raise ConfigurationError(f"task.data.{name}={given} is not there. Null leaves out what needs it.")
+                raise ConfigurationError(
+                    f"task.data.{name}={given} does not exist. Set it to null to leave out what needs it."
+                )
         for name, folder in self.taken.items():
             if not Path(folder).is_dir():
                 raise ConfigurationError(
@@ -92,7 +94,8 @@ class Suite(Study):
         if not (self.report_only or todo or known):
             lacking = dict.fromkeys(self._why_not(name, planned=True) for name in self.chosen)
             raise ConfigurationError(
-                f"No part of {self.paper} can be run: {' '.join(lacking)} docs/reproduce.md says where to get the data."
+                f"No part of {self.paper} can be run: {' '.join(lacking)} docs/reproduce.md states where to get the "
+                "data."
             )
         if self.report_only and not known:
             raise ConfigurationError(f"task.report_only=true: no part in {parts.run_dir} is finished.")
@@ -130,9 +133,9 @@ class Suite(Study):
                 return f"the package {package} is not installed."
         for earlier in part.after:
             if earlier in self.taken:
-                return f"it goes on from the run of {earlier}, of which only results were taken."
+                return f"it continues the run of {earlier}, of which only the results were taken."
             if reason := self._why_not(earlier, planned=planned):
-                return f"it goes on from {earlier}, which is not there: {reason}"
+                return f"it continues {earlier}, which is missing: {reason}"
         return "" if planned else "it was not run yet."
 
     def _settings(self, name: str) -> list[str]:
@@ -145,7 +148,7 @@ class Suite(Study):
 
     def _composed(self, parts: Parts, name: str) -> tuple[Any, Parts]:
         if parts.make_run is None:
-            raise ConfigurationError("task=suite is run from the command line, which composes its parts.")
+            raise ConfigurationError("Run task=suite from the command line, which composes its parts.")
         folder = str(self._folder(name)).replace("\\", "\\\\").replace("'", "\\'")
         begun = parts.resume and (self._folder(name) / LEDGER_NAME).exists()
         settings = [f"seed={self._seed}", *self._settings(name), f"run_dir='{folder}'"]
@@ -175,7 +178,7 @@ class Suite(Study):
         told = PartTold(name=name, sizes=part.sizes, command=command)
         if name in self.taken:
             folder = Path(self.taken[name])
-            sizes = f"Those of an earlier run, whose own page in {folder} tells them."
+            sizes = f"Those of an earlier run, stated on its own page in {folder}."
             return replace(told, results=folder, taken=True, sizes=sizes, command=f"(an earlier run: {folder})")
         if self._stages.is_done(name):
             self._stages.result(name)  # reads how long it took

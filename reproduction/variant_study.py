@@ -111,9 +111,11 @@ class VariantStudy(Study):
     def __post_init__(self) -> None:
         known, chosen = self.variants, some_of("task.only", self.only, list(self.variants))
         if START in known:
-            raise ConfigurationError(f"task.variants.{START}: that is the name of the encoders before any training.")
+            raise ConfigurationError(
+                f"task.variants.{START}: that is the name of the encoders before any training. Rename the variant."
+            )
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
-            raise ConfigurationError(f"task.seeds={list(self.seeds)} must be some different numbers.")
+            raise ConfigurationError(f"task.seeds={list(self.seeds)} must be one or more different numbers.")
         require_number("task", self, "epochs", "adam_eps")
         require_whole("task", self, 1, "batch_size")
         self.variants = {name: known[name] for name in chosen}
@@ -124,7 +126,7 @@ class VariantStudy(Study):
         mode = parts.make_privacy()
         if mode.guarantee != "dp":
             raise ConfigurationError(
-                f"task=variants compares training with and without privacy by itself; privacy={mode.name} names no "
+                f"task=variants compares training with and without privacy, but privacy={mode.name} names no "
                 "budget for its private variants. Choose privacy=logit_dp."
             )
         self._shared = {name: getattr(mode, name) for name in _SHARED}

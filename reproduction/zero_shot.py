@@ -67,7 +67,7 @@ class ZeroShot(Study):
         self._known = {**BEIR_SETS, **{one.name: one for one in others}}
         names = [one.name for one in self._sets]
         if not names or len(set(names)) != len(names):
-            raise ConfigurationError(f"task.sets names {', '.join(names) or 'no set'}; each must be there once.")
+            raise ConfigurationError(f"task.sets names {', '.join(names) or 'no set'}; name each one once.")
         if self.root is None and not self.download:
             raise ConfigurationError(
                 "task.root is null: name the folder that holds one folder per BEIR set. Nothing is downloaded unless "
@@ -85,7 +85,7 @@ class ZeroShot(Study):
         if not present:
             raise DataError(
                 f"task.root={self.root} holds none of the sets {', '.join(one.name for one in self._sets)}. Each must "
-                "lie in a folder of that name with corpus, queries and qrels, as BEIR's archives unpack."
+                "be in a folder of that name with corpus, queries and qrels, as BEIR's archives unpack."
             )
         promise = PUBLIC if self.encoder == "bm25" else privacy_of_encoder(self.encoder)
         self.begin(parts, fingerprint=self._fingerprint())
@@ -129,7 +129,7 @@ class ZeroShot(Study):
         ranking = self._ranker.rank(queries, passages, k=self.top_k, drop_self_matches=wanted.drops_self_matches)
         result = evaluate(ranking, qrels, self.metrics)
         known = isinstance(data, BeirDataModule)
-        departures = data.departures(wanted.split, qrels) if isinstance(data, BeirDataModule) else ["no set of BEIR's"]
+        departures = data.departures(wanted.split, qrels) if isinstance(data, BeirDataModule) else ["not a BEIR set"]
         facts = {
             "whose": "public" if known else None, "set": wanted.name, "departures": departures,
             **picked(self, "encoder", "top_k"), **picked(wanted, "split", "drops_self_matches"),

@@ -120,7 +120,7 @@ def study_of(name: str | None) -> Study:
     """Return the study with this name."""
     found = _CATALOGUE.get(str(name))
     if found is None:
-        raise ConfigurationError(f"task.study={name} is not a study. There are: {', '.join(STUDIES)}.")
+        raise ConfigurationError(f"task.study={name} is not a study. Choose one of {', '.join(STUDIES)}.")
     return found
 
 
@@ -192,7 +192,7 @@ def _clients(asked: Asked) -> list[Point]:
         if rest or not parts:
             raise ConfigurationError(
                 f"task.values: {count} clients cannot be made of {asked.clients} silos, each of which is divided into "
-                f"as many parts. Take multiples of {asked.clients}."
+                f"equally many parts. Use multiples of {asked.clients}."
             )
         silos = SiloChange(parts=parts)
         found.append(Point(line=LINES[system], label=f"{count} clients", system=system, at=count, silos=silos))

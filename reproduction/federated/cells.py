@@ -96,8 +96,8 @@ def check_divisible(name: str, counts: Mapping[str, int], parts: int) -> None:
     split, count = min(((split, counts[split]) for split in SPLITS), key=lambda one: one[1])
     if count < parts:
         raise DataError(
-            f"Client {name!r} has {count} {split} queries, and {parts} clients are to be made of it. Lower "
-            "task.values, or take more queries of each split (federated.sample)."
+            f"Client {name!r} has {count} {split} queries, too few for {parts} clients. Lower task.values, or "
+            "take more queries of each split (federated.sample)."
         )
 
 

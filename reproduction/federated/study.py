@@ -79,7 +79,9 @@ class FederatedStudy(Task):
         self._systems = some_of("task.systems", chosen, self._study.systems)
         self._values = self._varied()
         if self.skew is not None and (self._study.name != "gain" or not 1 <= self.skew < float("inf")):
-            raise ConfigurationError(f"task.skew={self.skew} is at least 1, and goes with task.study=gain alone.")
+            raise ConfigurationError(
+                f"task.skew={self.skew} must be finite and at least 1, and is for task.study=gain only."
+            )
 
     def _varied(self) -> list[float]:
         values, study = self.values, self._study
@@ -87,12 +89,12 @@ class FederatedStudy(Task):
             return list(study.values)
         kind, least, most = {
             "data_ratio": ("shares above 0, at most 1", 0.0, 1.0),
-            "hubness": ("whole numbers of at least 10", 10.0, float("inf")),
-        }.get(study.name, ("whole numbers above 0", 0.0, float("inf")))
+            "hubness": ("integers of at least 10", 10.0, float("inf")),
+        }.get(study.name, ("integers above 0", 0.0, float("inf")))
         whole = study.name != "data_ratio"
         wrong = [v for v in values if not (least <= v <= most and v > 0) or (whole and v != int(v))]
         if not study.values or wrong or not values or len(set(values)) < len(values):
-            can = f"must be some different {kind}" if study.values else "is nothing that this study varies"
+            can = f"must be some different {kind}" if study.values else "must be null: this study varies no such value"
             raise ConfigurationError(f"task.values={list(values)} {can} (task.study={study.name}).")
         return sorted(values)
 
@@ -101,13 +103,13 @@ class FederatedStudy(Task):
         plan: FederationPlan = parts.federation()
         if plan.transport != "inprocess":
             raise ConfigurationError(
-                f"federated.transport={plan.transport}: a study compares settings and not what carries them. Set "
+                f"federated.transport={plan.transport}: a study compares settings, not transports. Set "
                 "federated=inprocess."
             )
         if plan.state is not None or plan.settings(0).generated:
             raise ConfigurationError(
-                "task=federated_study makes smaller or other silos of those that there are, and a generator was "
-                "charged for all of one. Leave federated.state and what is synthetic to task=federated."
+                "task=federated_study derives smaller or other silos from the given ones, but a generator was charged "
+                "for a whole silo. Use federated.state and synthetic queries only with task=federated."
             )
         plan.model.check()
         root = parts.run_dir / "studies"
@@ -205,8 +207,8 @@ class FederatedStudy(Task):
         )
         if self._study.name == "gain" and points[0].silos.skew > 1:
             found.append(
-                f"The clients' sizes are made: the smallest keeps 1/{points[0].silos.skew:g} of its train queries, and "
-                "which client is how small is drawn anew by each seed, so that a rank is no domain."
+                f"The clients' sizes are set: the smallest keeps 1/{points[0].silos.skew:g} of its train queries, and "
+                "each seed draws the order of the clients again, so a rank is not a domain."
             )
         return found
 
@@ -287,12 +289,12 @@ def _of_client(result: SystemResult, name: str) -> float:
 
 def _promise(plan: FederationPlan, cells: Cells) -> str:
     if plan.privacy.eps is None:
-        return "No privacy is promised for any of these models: epsilon is infinite."
+        return "None of these models has a privacy guarantee: epsilon is infinite."
     told = (
         f"Each row's epsilon is what one run of it costs, with one seed: the largest of any client (unit "
         f"{plan.privacy.unit}, neighbours {plan.privacy.neighbours}). A row is a mean over seeds, and there are "
-        "several rows: whoever sees them has all their runs composed. Clients that train alone release nothing and "
-        "promise nothing."
+        "several rows: anyone who sees them sees the composition of all their runs. Clients that train alone release "
+        "nothing and have no guarantee."
     )
     for unit, ledger in ((plan.privacy.unit, QUERY_LEDGER), ("passage", PASSAGE_LEDGER)):
         if spent := cells.spent(ledger=ledger):

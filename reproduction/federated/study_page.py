@@ -30,12 +30,12 @@ SHOWN = "sentence/success@1"
 _GREY = "#777777"
 _ASIDE = 0.008  # fraction of the axis from one line to the next, so that their intervals are distinguishable
 INTERNAL = (
-    "Internal: these numbers were computed on each client's own queries. They are covered by no guarantee and belong "
+    "Internal: these numbers were computed on each client's own queries. No guarantee covers them: keep them "
     "where the queries are kept."
 )
 _MEANS = (
     "Means over clients, then over seeds, ± the 95 % t-interval over seeds; the paper's number, where it has one, in "
-    "brackets. R@k is the paper's name for a hit at k, here success@k. The paper's data and encoder are others: "
+    "brackets. R@k is the paper's name for a hit at k, here success@k. The paper's data and encoder differ: "
     "compare orders, not levels."
 )
 

@@ -68,7 +68,7 @@ def read(folder: Path) -> Any:
     except (OSError, ValueError) as error:
         raise DataError(
             f"task.canaries_from={folder} holds no readable {path.name}. Name the folder of a finished "
-            "experiment=canaries, or set it to null to have one run."
+            "experiment=canaries, or set it to null to run one."
         ) from error
     if facts.get("schema") != SCHEMA:
         raise DataError(f"task.canaries_from={folder}: {path.name} has schema {facts.get('schema')!r}, not {SCHEMA}.")

@@ -43,11 +43,10 @@ from reproduction.study import QueryStudy, budget_name, per_query
 NAME = "end_to_end"
 _TITLE = "Paper 000, its comparison end to end: synthetic queries beside direct DP training of whole dual encoders"
 _ABOUT = (
-    "All weights of each retriever are trained, as in the paper. Ours beside the paper's, on other data, with other "
-    "models and sizes: compare orders, not levels. The paper's numbers stand beside the encoder that "
-    "has never learnt retrieval, which is its situation, and those of direct training beside per_example_duplicated, "
-    "which clips what the paper clipped and adds the noise that this really needs; the other ways to train directly "
-    "are not the paper's."
+    "All weights of each retriever are trained, as in the paper. Our data, models and sizes differ from the paper's: "
+    "compare orders, not levels. The paper's numbers are next to the encoder that has never learned retrieval, as in "
+    "the paper, and those of direct training next to per_example_duplicated, which clips what the paper clipped and "
+    "adds the noise that this really needs; the other ways to train directly are not the paper's."
 )
 _HOW_NOT_WHAT = ("hydra.run.dir=", "task.only=", "task.report_only=", "privacy.secret_file=")
 # What `Recipe.describe` says about heads, which these retrievers do not have.
@@ -102,7 +101,9 @@ class EndToEnd(QueryStudy):
         if self.rates is not None:
             require_number("task", {f"rates[{i}]": rate for i, rate in enumerate(self.rates)})
             if self.finite == []:
-                raise ConfigurationError(f"task.eps={list(self.eps)} names no budget, at which task.rates are tried.")
+                raise ConfigurationError(
+                    f"task.eps={list(self.eps)} names no finite budget at which to try task.rates."
+                )
 
     def _all_ways(self) -> list[str]:
         return list(dict.fromkeys(way for regime in self.regimes.values() for way in regime.ways))
@@ -275,8 +276,8 @@ class EndToEnd(QueryStudy):
         grid = Grid(header, body, frozenset({2, 3, 4, 5}))
         about = (
             f"Learning rates, tried on public pseudo-queries: each way is trained on {self._searched.n_units} of them, "
-            f"as many as there are private queries, and judged by {len(judged[0])} of other passages. No private query "
-            "is learned from or judged by."
+            f"as many as there are private queries, and evaluated on {len(judged[0])} of other passages. No private "
+            "query is used for training or evaluation."
         )
         page = Page(
             name="rates", title="Learning rates, tried on public texts", lead=[Paragraph(about)],
@@ -350,7 +351,7 @@ class EndToEnd(QueryStudy):
                 told.append(f"seed {seed} ({'not one row' if len(lacks) == len(known) else ', '.join(names)})")
         if not told:
             return ""
-        return f"Not run yet: {'; '.join(told)}. The same command with resume=true goes on."
+        return f"Not run yet: {'; '.join(told)}. The same command with resume=true continues."
 
     def _finished(self, regime: str, known: Mapping[Cell, Mapping[int, Run]]) -> Finished:
         runs = {cell: found for cell, found in known.items() if cell.regime == regime}
@@ -383,7 +384,7 @@ class EndToEnd(QueryStudy):
             seconds = [f"{self._stages.seconds[stage]:.0f}" for stage in (trained, made)]
             claim = privacy_line(read_card(self._run_dir / trained))
             body.append((shown(eps), claim, count, *seconds, "; ".join(self._trips(eps))))
-        header = ["ε", "what the generator promises", "queries", "seconds to train", "to draw", "find their passage"]
+        header = ["ε", "guarantee of the generator", "queries", "seconds to train", "to draw", "find their passage"]
         return Grid(header, body, frozenset({2, 3, 4}))
 
     def _trips(self, eps: float | None) -> Iterator[str]:

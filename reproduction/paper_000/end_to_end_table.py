@@ -150,5 +150,5 @@ def _against(first: Mapping[int, Run], second: Mapping[int, Run], name: str, *, 
         gap, p = bootstrap_interval(a - b), paired_randomisation_test(a, b).p_value
         how = "over the test questions, not over runs"
     means = f"{np.mean(ours):.3f} against {np.mean(other):.3f}"
-    verdict = ("lie above" if gap.mean > 0 else "lie below") if p < LEVEL else "are not told apart from"
+    verdict = ("are above" if gap.mean > 0 else "are below") if p < LEVEL else "do not differ significantly from"
     return f"{verdict} {name}, {means}: {gap.mean:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}] {how}, p {p_value(p)}."

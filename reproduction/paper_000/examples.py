@@ -89,7 +89,7 @@ def _notes(public: bool, texts: bool) -> Iterator[str]:
     else:
         yield "Passages are chosen by hash of id, not for what was written."
         yield (
-            "Original queries, and those that were made without privacy and may repeat them, are left out: "
+            "Original queries, and those written without privacy, which may repeat them, are left out: "
             "task.originals_are_public=false."
         )
     if not texts:

@@ -59,8 +59,8 @@ def tables(study: Trainings, grid: Grid) -> list[PaperTable]:
     """Return a row for each point, the best first."""
     if not study.originals_are_public:
         raise LeftOut(
-            "a search scores on validation queries, and task.originals_are_public=false. task=sweep with "
-            "task.metric_data=private searches and says what the choice costs."
+            "a search scores on validation queries, but task.originals_are_public=false. task=sweep with "
+            "task.metric_data=private searches and states the cost of the choice."
         )
     found = {point: _point(study, grid, point) for point in grid.points}
     best = max(found, key=lambda point: found[point][0])

@@ -57,7 +57,7 @@ def zero_shot_tables(study: Trainings, make_zero_shot: Callable[..., Any]) -> li
         for system in _systems(study)
     ]
     absent = [name for name in PAPER_000["sets"] if beir_set(name).name not in measured]
-    notes = [f"Not there, and so not measured: {', '.join(absent)}."] if absent else []
+    notes = [f"Missing, so not measured: {', '.join(absent)}."] if absent else []
     return [PaperTable.of("table_5_zero_shot", rows, notes)]
 
 
@@ -135,8 +135,8 @@ def similarity_tables(study: Trainings, make_similarity: Callable[..., Any]) -> 
     """Return one row for each synthetic data set, and one for the pseudo-queries."""
     if not study.originals_are_public:
         raise LeftOut(
-            "similarity is a measure of the original queries, and task.originals_are_public=false. task=similarity "
-            "measures one data set and writes so on its card."
+            "similarity is a measure of the original queries, but task.originals_are_public=false. task=similarity "
+            "measures one data set and notes that on its card."
         )
     for package in ("sacrebleu", "sklearn"):
         need(package)  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def _similarity_of(study: Trainings, name: str, folder: Path, make: Callable[...
 def overlap_tables(study: Trainings, make_overlap: Callable[..., Any]) -> list[PaperTable]:
     """Return the table of queries and passages."""
     if not study.originals_are_public:
-        raise LeftOut("the share of queries found is a measure of them, and task.originals_are_public=false.")
+        raise LeftOut("the share of queries found is a measure of them, but task.originals_are_public=false.")
     corpus = getattr(make_overlap, "keywords", {}).get("corpus")
     if corpus is None:
         raise LeftOut("task.overlap.corpus=null: name the corpus that the public model read, or a sample of it.")
@@ -188,7 +188,7 @@ def overlap_tables(study: Trainings, make_overlap: Callable[..., Any]) -> list[P
     columns = columns_of("overlap") | {"ngram": f"{next(iter(facts['found'].values()))['n']} words in a row"}
     corpus_told = (
         f"Corpus: {read['name']}, {read['documents']:,} documents, {read['words']:,} words. A text that was "
-        "not found may stand in what is not in this file: the shares are lower bounds."
+        "not found may occur outside this file: the shares are lower bounds."
     )
     rows = [_overlap_row(name, facts["found"]) for name in ("queries", "passages")]
     return [PaperTable.of("overlap", rows, [corpus_told], columns=columns)]

@@ -117,8 +117,8 @@ def _told(orders: Sequence[Order]) -> list[str]:
 def sizes_note(study: Trainings) -> list[str]:
     """State that the sizes are ours, and to which of the paper's they correspond."""
     names = [
-        f"{study.described(size)} stands beside the paper's {paper}"
+        f"{study.described(size)} is next to the paper's {paper}"
         for size, paper in study.beside.items()
         if size in study.sizes
     ]
-    return [f"The sizes are ours: {'; '.join(names)}. A row beside is not a model of that size."] if names else []
+    return [f"The sizes are ours: {'; '.join(names)}. Such a row is not a model of that size."] if names else []

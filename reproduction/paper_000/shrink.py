@@ -57,7 +57,7 @@ class SmallerGenerator:
         The teacher draws a query for each of ``passages``, public texts by id; ``progress`` gets (done, total).
         """
         if not passages:
-            raise ConfigurationError("The smaller generator learns from passages, and there are none.")
+            raise ConfigurationError("The smaller generator learns from passages, but there are none.")
         refuse_tuned_prompt(self.teacher)
         codec = TextCodec(load_tokenizer(self.teacher), replace(contract, virtual_ids=()))
         large = load_language_model(self.teacher).eval()
@@ -125,13 +125,15 @@ def _cut(large: PreTrainedModel, layers: int, feed_forward: int | None) -> PreTr
     """Return a T5 with some of the layers and hidden units of another, including their weights."""
     config = large.config
     if config.model_type != "t5":
-        raise UnsupportedModelError(f"A smaller generator is cut out of a T5, and this is a {config.model_type}.")
+        raise UnsupportedModelError(
+            f"A smaller generator is cut out of a T5, but task.shrink.teacher is a {config.model_type}."
+        )
     depths = {"encoder": config.num_layers, "decoder": config.num_decoder_layers}
     width = config.d_ff if feed_forward is None else feed_forward
     if layers > min(depths.values()) or not 1 <= width <= config.d_ff:
         raise ConfigurationError(
-            f"layers={layers}, feed_forward={width} is not smaller than the teacher's {min(depths.values())} layers of "
-            f"{config.d_ff} hidden units."
+            f"task.shrink.layers={layers}, feed_forward={width} must be at most the teacher's {min(depths.values())} "
+            f"layers of {config.d_ff} hidden units."
         )
     facts = {**config.to_dict(), "num_layers": layers, "num_decoder_layers": layers, "d_ff": width}
     small: PreTrainedModel = AutoModelForSeq2SeqLM.from_config(type(config)(**facts))

@@ -76,10 +76,10 @@ class Trainings(Study):
         self.others_at = self.eps if self.others_at is None else self.others_at
         if self.main not in self.sizes:
             known = ", ".join(self.sizes) or "there are none"
-            raise ConfigurationError(f"task.main={self.main} is none of task.sizes: {known}.")
+            raise ConfigurationError(f"task.main={self.main} is not one of task.sizes: {known}.")
         if unknown := sorted(set(self.beside) - set(self.sizes)):
             raise ConfigurationError(
-                f"task.beside names {unknown[0]!r}, which is none of task.sizes: {', '.join(self.sizes)}."
+                f"task.beside names {unknown[0]!r}, which is not one of task.sizes: {', '.join(self.sizes)}."
             )
         if wrong := [name for name in self.sizes if not name or set(name) & set("/\\ ")]:
             raise ConfigurationError(f"task.sizes: {wrong[0]!r} names a folder, so it must have no slash and no space.")

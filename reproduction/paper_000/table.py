@@ -105,7 +105,7 @@ class PaperTable:
             if name in theirs:
                 numeric.add(len(header))
                 header.append(f"{title}, paper")
-        header += [*(["paper's row"] if with_beside else []), "what ours promises"]
+        header += [*(["paper's row"] if with_beside else []), "our guarantee"]
         lines, before = [], None
         for row in self.rows:
             cells: list[object] = ["" if row.group == before else row.group] if self.group else []
@@ -187,7 +187,7 @@ def write_tables(tables: Sequence[Shown], folder: Path, *, owner_only: bool) -> 
 
 
 _INTERNAL = (
-    "Internal: these numbers were computed on queries that nobody declared public. No guarantee covers them; keep the "
+    "Internal: these numbers were computed on queries not declared public. No guarantee covers them; keep the "
     "page where the queries are kept."
 )
 

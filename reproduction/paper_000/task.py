@@ -22,8 +22,8 @@ from reproduction.study import refuse_other_modes
 Part = Literal["retrieval", "examples", "canaries", "similarity", "zero_shot", "overlap", "grid"]
 _TITLE = "Paper 000, its tables again: synthetic queries by DP language models"
 _ABOUT = (
-    "Ours beside the paper's, on other data, with other models and sizes: compare orders, not levels. Rows marked "
-    "public only are had without any private query, and show what the private ones bought."
+    "Our data, models and sizes differ from the paper's: compare orders, not levels. Rows marked public only use no "
+    "private query, and show what the private ones gain."
 )
 _HOW_NOT_WHAT = ("hydra.run.dir=", "task.only=", "privacy.secret_file=")
 

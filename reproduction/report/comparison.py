@@ -38,15 +38,15 @@ from reproduction.published import MAIN, ORIGINAL, by_point
 _SCHEMA = "lit-dpret/mode-comparison/1"
 LEVEL = 0.05
 _HOW_SURE = (
-    "Means over training runs, each with noise and coins of its own, and 95 % intervals: of the t-distribution over "
-    "training runs, and of the bootstrap over queries. The first says how the setting does, the second how much these "
-    "queries say; neither covers the other. Claims are those of the runs' privacy cards."
+    "Means over training runs, each with its own noise and coins, and 95 % intervals: of the t-distribution over "
+    "training runs, and of the bootstrap over queries. The first reflects chance in training, the second the choice of "
+    "queries; neither covers the other. Claims are those of the runs' privacy cards."
 )
 _HOW_TESTED = (
-    "Significant means that the training runs carry the difference at 0.05: Welch's t-test over runs (one-sample "
+    "Significant means that the training runs support the difference at 0.05: Welch's t-test over runs (one-sample "
     "where a system is not trained), adjusted by Holm for all comparisons of its budget and metric. Runs are not "
-    "paired: they share no noise and no coins. Beside it the randomisation test over queries, adjusted likewise. "
-    "The interval is of the one difference, over training runs, and not adjusted."
+    "paired: they share no noise and no coins. The randomisation test over queries is next to it, adjusted in the same "
+    "way. The interval is for that difference alone, over training runs, and not adjusted."
 )
 
 
@@ -212,10 +212,10 @@ class ComparisonReport:
         if not self.private_runs and not self.spent:
             return []
         together = self.spent or (
-            f"{self.private_runs} trainings on the same private queries stand behind this page. The epsilon of a row "
-            "is that of one of its runs; all of them together have spent more, and it was not added up."
+            f"{self.private_runs} trainings on the same private queries are behind this page. The epsilon of a row is "
+            "that of one of its runs; all of them together have spent more, which was not added up."
         )
-        for_what = "A comparison like this is for queries that may be read, not for those that are to be protected."
+        for_what = "Use such a comparison for queries that may be read, not for queries to protect."
         return [Banner(f"{together} {for_what}", "caution")]
 
     def _sections(self, found: Mapping[str, Sequence[Difference]]) -> list[Section]:
@@ -385,9 +385,9 @@ def share_section(shares: Sequence[Share], metric: str) -> Section:
     header = ["System", *(text for bound in bounds for text in (f"of the gain of {bound}", "of its score"))]
     explained = (
         f"Share of the gain: ({metric} - that of zero-shot) / (that of a row without privacy - that of zero-shot), "
-        "with 95 % intervals over the training runs of both (delta method). Beside it the share of the score, which is "
-        f"what the paper's numbers give: {PAPER[0]:.4f} of {PAPER[1]:.4f}, {PAPER[0] / PAPER[1]:.1%} at epsilon 3, of "
-        "another data set, encoder and generator; how much of it an untrained encoder reaches, they do not say."
+        "with 95 % intervals over the training runs of both (delta method). Next to it is the share of the score, as "
+        f"in the paper's numbers: {PAPER[0]:.4f} of {PAPER[1]:.4f}, {PAPER[0] / PAPER[1]:.1%} at epsilon 3, with "
+        "another data set, encoder and generator; they do not say how much of it an untrained encoder reaches."
     )
     grid = Grid(header, list(body.values()), frozenset(range(1, len(header))))
     return Section("How much of the gain is kept", [Paragraph(explained), grid])

@@ -196,7 +196,7 @@ def _made_by(parts: Sequence[PartTold], command: str) -> list[Block]:
         minutes = "–" if part.seconds is None else f"{part.seconds / 60:.1f}"
         rows.append((part.name, state, minutes, part.ran, part.sizes))
     grid = Grid(("part", "state", "minutes", "run here", "sizes"), rows, frozenset({2}))
-    said = "Minutes are the training times of all runs that are shown where those tell them, else of the last attempt."
+    said = "Minutes are the training times of all runs shown, if these record them, else of the last attempt."
     commands = "\n".join(part.command for part in parts if part.results is not None)
     blocks: list[Block] = [Paragraph("All of it:"), Code(command), grid, Paragraph(said, small=True)]
     return [*blocks, Paragraph("Each part alone:"), Code(commands)] if commands else blocks
@@ -397,9 +397,9 @@ def _perplexities(results: Path, _: Path) -> list[Block]:
     rows.append(("Control: CLM with shuffled embeddings", f"{probe['shuffled_perplexity']:.2f}", "–"))
     sure = f"{100 * probe['confidence']:g} %"
     said = (
-        f"An embedding tells {probe['nats']:.4f} nats of a token, {sure} interval {probe['low']:.4f} to "
+        f"An embedding reveals {probe['nats']:.4f} nats of a token, {sure} interval {probe['low']:.4f} to "
         f"{probe['high']:.4f} (paired bootstrap over {probe['texts']} texts), against the same model with other texts' "
-        f"embeddings. Named among {facts['ranking']['candidates']} candidates: "
+        f"embeddings. Identified among {facts['ranking']['candidates']} candidates: "
         f"{facts['ranking']['direct']['value']:.3f} of the texts."
     )
     grid = Grid(("perplexity", "ours", "the paper's"), rows, frozenset({1, 2}), narrow=True)

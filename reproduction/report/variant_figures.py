@@ -44,7 +44,7 @@ def lowest_loss(runs: Iterable[VariantRun]) -> float:
     """Return the lowest loss of all runs."""
     lowest = min(min(run.losses) for run in runs)
     if not lowest > 0:
-        raise DataError(f"The lowest loss is {lowest:g}: losses relative to it mean nothing unless it is positive.")
+        raise DataError(f"The lowest loss is {lowest:g}: relative losses need a positive one.")
     return float(lowest)
 
 
@@ -80,7 +80,7 @@ def _mean_curve(
     variant: str, x: Sequence[Floats], values: Sequence[Floats], *, band: Band, shared_x: bool = True
 ) -> Curve:
     if len({len(places) for places in x}) > 1 or (shared_x and any(not np.array_equal(x[0], p) for p in x)):
-        raise DataError(f"The runs of {variant!r} were not observed at the same places; there is no mean of them.")
+        raise DataError(f"The runs of {variant!r} were not observed at the same points, so they have no mean.")
     stacked = np.stack(values)
     runs, mean = len(stacked), stacked.mean(axis=0)
     low, high = stacked.min(axis=0), stacked.max(axis=0)
@@ -96,7 +96,7 @@ def observed(run: VariantRun, axis: Axis) -> Floats:
     """Return where ``run`` was observed, shape (observations,)."""
     places = getattr(run, axis)
     if not len(places):
-        raise DataError(f"The run {run.variant!r} of seed {run.seed} does not tell its {axis}.")
+        raise DataError(f"The run {run.variant!r} of seed {run.seed} does not record its {axis}.")
     return np.asarray(places, dtype=float)
 
 
@@ -163,7 +163,7 @@ def draw_batch_sizes(runs: Sequence[VariantRun], path: Path, *, variant: str) ->
         if run.variant == variant and run.batch_size is not None:
             found.setdefault(run.batch_size, run)
     if not found:
-        raise DataError(f"No run of {variant!r} tells its batch size.")
+        raise DataError(f"No run of {variant!r} records its batch size.")
     lowest = lowest_loss(runs)
     figure, (panel,) = _figure(1)
     for number, (size, run) in enumerate(sorted(found.items())):

@@ -243,21 +243,22 @@ _COLUMNS = {
 # The facts that are averaged over a variant's runs.
 _MEASURED = ("seconds_per_step", "first_step", "mean_step")
 STEP_MEANS = (
-    "A step is the root mean square change of the weights. Adam's first one is the learning rate for every weight that "
-    "has a gradient, whatever the gradient's length, as long as its eps is far below; so the first step over the "
-    "learning rate is near 1 where the eps takes nothing. The noised sum is divided by the batch size, which Algorithm "
+    "A step is the root mean square change of the weights. Adam's first step equals the learning rate for every weight "
+    "with a gradient, whatever the gradient's length, as long as Adam's eps is far smaller; so the first step over the "
+    "learning rate is near 1 where the eps has no effect. The noised sum is divided by the batch size, which Algorithm "
     "1 of the paper does not do: with such an eps that changes nothing. Norms: what the gradients of pairs are clipped "
-    "by; a bound clips harder than it need."
+    "by; a bound clips more than necessary."
 )
 _WHAT_IS_CLAIMED = (
-    "No epsilon is claimed for these models: the curves are computed from the images that were trained on, so "
-    "the card of every private run says not_proved. The column eps of the updates is what its ledger charged for the "
-    "noised updates alone, at the delta beside it; it would be the claim had nothing else been shown. The choice of "
-    "the settings is not in it either."
+    "No epsilon is claimed for these models: the curves are computed from the images that were trained on, so the card "
+    "of every private run says not_proved. The column eps of the updates is what its ledger charged for the noised "
+    "updates alone, at the delta next to it; it would be the claim if nothing else were shown. It does not cover the "
+    "choice of the settings either."
 )
 _NOT_COMPARABLE = (
     "The training losses above are of each variant's own loss and batches, as the paper's are: a softmax among n "
-    "images starts near log n, so a variant whose negatives come from sub-batches starts lower by nothing it learned."
+    "images starts near log n, so a variant whose negatives come from sub-batches starts lower without having learned "
+    "anything."
 )
 _HELD_OUT_MEANS = (
     "The softmax loss at temperature 1 on test images, the same groups and the same views for all, so that variants "
@@ -318,7 +319,7 @@ def write_study(
 def equal_negatives(results: Path, picture: Path) -> list[Block]:
     """Return the report's side part with equally many negatives for all variants, drawn again from its runs."""
     if not (path := results / "equal_negatives.jsonl").is_file():
-        raise DataError(f"{path.name} is not there.")
+        raise DataError(f"{path.name} is missing.")
     judged = read_runs(path)
     said = figures.draw_held_out([run for run in judged if run.variant != UNTRAINED], picture)
     table = MetricsTable.of(judged, baseline=None, metrics=_known(_METRICS, judged))
@@ -366,5 +367,5 @@ def read_settings(results: Path) -> list[dict[str, Any]]:
 def settings_shown(results: Path, _: Path) -> list[Block]:
     """Return the settings of every variant of a report, and the steps that they took."""
     if not (settings := read_settings(results)):
-        raise DataError(f"{SETTINGS} is not there.")
+        raise DataError(f"{SETTINGS} is missing.")
     return [settings_grid(settings), Paragraph(STEP_MEANS, small=True), Paragraph(_WHAT_IS_CLAIMED, small=True)]

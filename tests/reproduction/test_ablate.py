@@ -215,7 +215,7 @@ def test_a_row_whose_generator_has_no_start_is_left_out_unless_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = warm(tmp_path, tmp_path / "warm_up") | {"only": ["made_warm", "none"]}
-    with pytest.raises(ConfigurationError, match=r"warm_up, and there is none.*hydra\.run\.dir="):
+    with pytest.raises(ConfigurationError, match=r"warm_up, which is missing.*hydra\.run\.dir="):
         study(tmp_path, **rows).run(parts(tmp_path))
     assert not (tmp_path / "run").exists(), "refused before anything is computed"
     chosen = {name: rows["variants"][name] for name in rows["only"]}

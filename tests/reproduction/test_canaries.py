@@ -118,7 +118,7 @@ def test_the_study_writes_its_table_in_every_form_with_ceilings_beside_the_priva
         assert len(list(csv.DictReader(file))) == 12
     for suffix in ("md", "html"):
         page = (made.run_dir / f"canaries.{suffix}").read_text(encoding="utf-8")
-        assert "absence of evidence is no guarantee" in page and "none of them is for release" in page
+        assert "absence of evidence is no guarantee" in page and "release none of them" in page
 
 
 @pytest.mark.slow

@@ -242,7 +242,7 @@ def test_a_study_goes_on_where_it_was_and_grows_by_seeds(tmp_path: Path, trained
     ({"study": "clients", "values": [2, 40]}, {}, "queries, and 20 clients are to be made of it"),
     ({"study": "data_ratio"}, {"privacy": {"eps": 8.0, "delta": 1e-2}, "declare_public": True},
      "would have about .* fewer than a batch of 8"),
-    ({"study": "gain"}, {"stage2": {**STAGE2, "response": "synthetic"}}, "a generator was charged for all of one"),
+    ({"study": "gain"}, {"stage2": {**STAGE2, "response": "synthetic"}}, "a generator was charged for a whole silo"),
     ({"study": "communication"}, {"stage2": {**STAGE2, "request": "none", "response": "dp_centroid"}},
      "Set federated.privacy.collection_eps"),
 ])  # fmt: skip
