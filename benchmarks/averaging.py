@@ -74,7 +74,7 @@ def run(data: InsuranceQADataModule, split: str, schedule: Schedule, average: st
 
 def main() -> None:
     parser = options(__doc__ or "", "averaging.json", seeds=3)
-    parser.add_argument("--cache", type=Path, required=True, help="folder for embeddings; private, as the queries are")
+    parser.add_argument("--cache", type=Path, required=True, help="folder for embeddings; as private as the queries")
     shared = os.environ.get("LIT_DPRET_DATA")
     parser.add_argument(
         "--data", default=shared and str(Path(shared) / "insuranceqa"),

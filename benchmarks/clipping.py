@@ -241,7 +241,7 @@ def measure_time(row: Row, rounds: int, device: str, ours: tuple[str, ...] = ("g
             refused[variant] = str(error)
         except torch.OutOfMemoryError:
             steps.pop(variant, None)
-            too_large[variant] = f"{row.label} does not fit beside the models of the other variants"
+            too_large[variant] = f"{row.label} does not fit in memory next to the models of the other variants"
             torch.cuda.empty_cache()
     names = [v for v in LABELS if v in steps]
     wait(device)
@@ -323,7 +323,7 @@ def report_row(row: Row, arguments: argparse.Namespace) -> dict[str, Any]:
     spent = measure_time(row, arguments.rounds, arguments.device, ("ghost", *more))
     plain = memory["plain"]
     print(f"\n{row.label}")
-    print(f"{'':32}{'wall':>8}{'cpu':>8}{'memory':>8}{'first step':>12}   seconds, tokens/s, of matmul rate, MB")
+    print(f"{'':32}{'wall':>8}{'cpu':>8}{'memory':>8}{'first step':>12}   seconds, tokens/s, share of matmul rate, MB")
     for variant, measured in spent["variants"].items():
         held = memory[variant]
         if plain is None or held is None:
@@ -350,8 +350,10 @@ def main() -> None:
     parser = options(__doc__, None, threads=2)
     parser.add_argument("--rounds", type=int, default=7, help="rounds of all variants; at least 7 for a report")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--limit-gb", type=float, default=3.0, help="for the largest batch; 0 leaves it out")
-    parser.add_argument("--only", default="", help="the rows whose label has this in it")
+    parser.add_argument(
+        "--limit-gb", type=float, default=3.0, help="memory limit for the largest batch; 0 skips that part"
+    )
+    parser.add_argument("--only", default="", help="only rows whose label contains this")
     parser.add_argument("--quick", action="store_true", help="toy models: shows that the script runs")
     parser.add_argument("--low-precision", action="store_true", help="also ghost_tf32 and ghost_bf16")
     parser.add_argument("--memory-of", nargs=5, metavar="X", help=argparse.SUPPRESS)

@@ -172,9 +172,9 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(MODELS), default="public_t5")
     parser.add_argument("--eps", type=float, nargs="+", default=[3.0])
     parser.add_argument("--variants", nargs="+", choices=sorted(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--split", default="test", help="whose questions the retrievers are measured on")
-    parser.add_argument("--folder", type=Path, help="keeps what is made")
-    parser.add_argument("--cache", type=Path, help="keeps embeddings, which are as private as the questions")
+    parser.add_argument("--split", default="test", help="split whose questions the retrievers are measured on")
+    parser.add_argument("--folder", type=Path, help="folder that keeps generated sets and models")
+    parser.add_argument("--cache", type=Path, help="folder that keeps embeddings; as private as the questions")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(

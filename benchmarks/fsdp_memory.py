@@ -179,11 +179,17 @@ def scaling(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = options(__doc__, "fsdp_memory_cpu.json", steps=3, timeout=600)
     parser.add_argument("--shape", choices=SHAPES)
-    parser.add_argument("--units", type=int, help="of a rank, in one physical batch; 4, or 1 with --scaling")
-    parser.add_argument("--tokens", type=int, nargs=2, help="of passage and query; 64 and 16, or 2 and 1")
-    parser.add_argument("--scaling", action="store_true", help="over numbers of ranks and of layers")
+    parser.add_argument(
+        "--units", type=int, help="units per rank in one physical batch; default 4, or 1 with --scaling"
+    )
+    parser.add_argument(
+        "--tokens", type=int, nargs=2, help="tokens of passage and query; default 64 16, or 2 1 with --scaling"
+    )
+    parser.add_argument("--scaling", action="store_true", help="vary the numbers of ranks and of layers")
     parser.add_argument("--scaling-ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--scaling-layers", type=int, nargs="+", default=[6, 12, 24], help="of encoder and of decoder")
+    parser.add_argument(
+        "--scaling-layers", type=int, nargs="+", default=[6, 12, 24], help="layers of encoder and of decoder"
+    )
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -207,7 +207,7 @@ def page(report: dict[str, Any]) -> str:
     """Return the report as Markdown: a table for each part, or the reason why it failed."""
     lines = ["# What was measured on " + report["device"], ""]
     if report["tiny"]:
-        lines += ["A rehearsal with toy models: it shows that every part runs, and says nothing of speed.", ""]
+        lines += ["A rehearsal with toy models: it shows that every part runs, and says nothing about speed.", ""]
     minutes = sum(part["seconds"] for part in report["parts"].values()) / 60
     lines += [f"{len(report['parts'])} of {len(PARTS)} parts, {minutes:.1f} minutes in all.", ""]
     for name, part in report["parts"].items():
@@ -235,8 +235,8 @@ def main() -> None:
     parser.set_defaults(out=Path("gpu_day"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy models: shows that the script runs")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts, again")
-    parser.add_argument("--limit-minutes", type=float, default=12, help="of one part")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="run only these parts, again")
+    parser.add_argument("--limit-minutes", type=float, default=12, help="time limit of one part")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     day = Day(arguments.out.resolve(), arguments.device, arguments.tiny)
@@ -285,7 +285,7 @@ def _measured(name: str, day: Day, limit: float) -> dict[str, Any]:
     try:
         told, error = process.communicate(timeout=limit)
         rows = {"rows": json.loads(told.splitlines()[-1])} if process.returncode == 0 else {}
-        failed = (error.strip().splitlines() or ["no word"])[-1]
+        failed = (error.strip().splitlines() or ["no message"])[-1]
     except subprocess.TimeoutExpired:
         rows, failed = {}, f"not finished after {limit / 60:g} minutes"
     finally:

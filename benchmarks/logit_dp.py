@@ -227,9 +227,11 @@ def runnable(row: Row, limit_gb: float) -> list[str]:
 def main() -> None:
     parser = options(__doc__, "logit_dp_cpu.json", threads=1)
     parser.add_argument("--rounds", type=int, default=5, help="rounds of all ways")
-    parser.add_argument("--limit-gb", type=float, default=2.0, help="of gradients that are kept")
+    parser.add_argument("--limit-gb", type=float, default=2.0, help="limit for gradients that are kept")
     parser.add_argument("--quick", action="store_true", help="toy sizes: shows that the script runs")
-    parser.add_argument("--part", choices=["both", "time"], default="both", help="time: keep the file's memory")
+    parser.add_argument(
+        "--part", choices=["both", "time"], default="both", help="time: keep the memory results in the file"
+    )
     parser.add_argument("--memory-of", nargs=4, metavar="X", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     import torch

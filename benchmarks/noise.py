@@ -31,7 +31,7 @@ KEY: dict[str, Any] = {"attempt": 0, "step": 0, "parameter": "w"}
 def main() -> None:
     parser = options(__doc__, "noise_cpu.json", rounds=7, threads=2)
     parser.add_argument("--count", type=int, default=1 << 24, help="coordinates of a parameter")
-    parser.add_argument("--device", default="cpu", help="draw there too what can be: cpu or cuda")
+    parser.add_argument("--device", default="cpu", help="also draw there, where supported: cpu or cuda")
     arguments = parser.parse_args()
     count, secret = arguments.count, os.urandom(32)
     plain, secure = KeyedStream(secret, "benchmark"), KeyedStream(secret, "benchmark", secure_rng=True)
@@ -88,7 +88,7 @@ def main() -> None:
         for draw in (secure.normal, partial(plain.rounded_normal, bits=30)):
             here, there = (draw(torch.Size([few]), **KEY, device=where).cpu() for where in ("cpu", arguments.device))
             if not torch.equal(here, there):
-                raise RuntimeError(f"{arguments.device} draws other bits than the CPU")
+                raise RuntimeError(f"{arguments.device} draws different bits from the CPU")
     rounds = in_turns({name: draw for name, (draw, _) in ways.items()}, arguments.rounds)
     units, rows = ("seconds", "processor_seconds"), {}
     for name, (_, size) in ways.items():

@@ -45,7 +45,7 @@ def main() -> None:
     wrong = int(np.count_nonzero(server.total(answers)))
     total = time.perf_counter() - began
     if wrong:
-        raise SystemExit(f"{wrong} words of the sum of zeros are not zero.")
+        raise SystemExit(f"{wrong} words of a sum of zeros are not zero.")
     mask = round(float(np.median(masking)), 3)
     facts = {"clients": arguments.clients, "words": arguments.words, "share_seconds": round(shared, 4),
              "mask_seconds": mask, "agree_seconds": round(agreed, 4),

@@ -57,7 +57,7 @@ def floors(edges: Mapping[str, set[str]]) -> dict[str, int]:
 
     def climb(name: str, above: tuple[str, ...]) -> int:
         if name in above:
-            raise ValueError(f"{' -> '.join([*above[above.index(name) :], name])} is a circle.")
+            raise ValueError(f"{' -> '.join([*above[above.index(name) :], name])} is a cycle.")
         if name not in height:
             height[name] = max((climb(below, (*above, name)) + 1 for below in sorted(edges[name])), default=0)
         return height[name]

@@ -39,10 +39,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "--pairs", type=Path, nargs="+", required=True, help="folders in BEIR's layout, or files of pairs"
     )
     parser.add_argument("--out", type=Path, required=True, help="the model folder to write")
-    parser.add_argument("--encoder", default="minilm", help="what it starts from, and what finds negatives")
-    parser.add_argument("--limit", type=int, default=10_000, help="questions of a folder at most, drawn by coins")
-    parser.add_argument("--negatives", type=int, default=3, help="of each question")
-    parser.add_argument("--depth", type=int, default=30, help="negatives are drawn from so many nearest passages")
+    parser.add_argument("--encoder", default="minilm", help="encoder to start from, and to find negatives with")
+    parser.add_argument(
+        "--limit", type=int, default=10_000, help="at most this many questions per folder, drawn at random"
+    )
+    parser.add_argument("--negatives", type=int, default=3, help="negatives per question")
+    parser.add_argument("--depth", type=int, default=30, help="draw negatives from this many nearest passages")
     parser.add_argument("--max-length", type=int, default=80, help="tokens of a pair that are read")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--epochs", type=int, default=1)

@@ -234,7 +234,8 @@ def page() -> str:
         ),
         "training": table(gpus, [row for name in DEVICES for row in training_rows(name)]),
         "validation": table(
-            ["model", "trained", "rows", "memory", "memory, told / real", "time, told / real"], validation_rows()
+            ["model", "trained", "rows", "memory", "memory, predicted / real", "time, predicted / real"],
+            validation_rows(),
         ),
         "of_epochs": table(["queries", "steps", "1 GPU", "8 GPUs", "64 GPUs"], epochs_rows("h100-80gb")),
         **by_block_facts(),

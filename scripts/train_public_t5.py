@@ -52,21 +52,21 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "--usagov", type=Path, help="usagov_md of github.com/GSA-TTS/10x-usagov-wrangler (usa.gov pages)"
     )
     parser.add_argument("--out", type=Path, required=True, help="the model folder to write")
-    parser.add_argument("--work", type=Path, help="checkpoint, vocabulary and log; default <out>.work")
+    parser.add_argument("--work", type=Path, help="folder for checkpoint, vocabulary and log; default <out>.work")
     parser.add_argument(
-        "--minutes", type=float, default=30.0, help="training time; the learning rate ends at zero then"
+        "--minutes", type=float, default=30.0, help="training time; the learning rate reaches zero at its end"
     )
     parser.add_argument(
         "--export-every", type=float, default=15.0, help="minutes between exports; the first comes early"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--salient", type=int, default=70_000, help="how many pseudo questions to prepare")
+    parser.add_argument("--salient", type=int, default=70_000, help="number of pseudo-questions to prepare")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--d-model", type=int, default=192)
     parser.add_argument("--d-ff", type=int, default=512)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=2, help="of the encoder, and of the decoder")
+    parser.add_argument("--layers", type=int, default=2, help="layers of the encoder, and of the decoder")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--embedding-factor", type=float, default=2.0)
     parser.add_argument("--batch-tokens", type=int, default=2048)
@@ -75,7 +75,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         raise ConfigurationError(f"--minutes {chosen.minutes} leaves no time to train: give a positive number")
     if chosen.d_model % chosen.heads:
         raise ConfigurationError(
-            f"--d-model {chosen.d_model} cannot be shared by --heads {chosen.heads}: choose a divisor"
+            f"--d-model {chosen.d_model} is not divisible by --heads {chosen.heads}: choose a divisor"
         )
     chosen.work = chosen.work or chosen.out.with_name(chosen.out.name + ".work")
     return chosen

@@ -129,7 +129,7 @@ class Trainer:
         if state["settings"] != settings:
             raise ResumeError(
                 f"{self.checkpoint} was written with {state['settings']}, not {settings}: "
-                "repeat those settings, or name another --work folder"
+                "use those settings, or choose another --work folder"
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
