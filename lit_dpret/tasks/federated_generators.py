@@ -67,7 +67,7 @@ class FederatedGenerators(Drawing):
         require_whole("task", self, 1, "max_new_tokens")
         if self.names is not None and self.data is not None:
             raise ConfigurationError(
-                "task.names chooses among the silos of a folder, and task.data is one silo. Set one of them."
+                "task.names chooses among the silos of the federation, but task.data is one silo. Set one of them."
             )
         self.training = GeneratorTerms(eps=self.eps, epochs=self.epochs, batch_size=self.batch_size)
         self.writing = picked(
@@ -106,11 +106,10 @@ class FederatedGenerators(Drawing):
                 f"federated.transport={plan.transport}: the silos belong to others. Each owner names its own with "
                 "task.data=DIR; or set federated=inprocess."
             )
-        unknown = sorted(set(self.names or ()) - set(found))
-        if unknown or self.names == []:
+        if self.names == [] or set(self.names or ()) - set(found):
             raise ConfigurationError(
-                f"task.names={list(self.names or ())}: {unknown[0] if unknown else 'nobody'!r} is not one of the silos "
-                f"{', '.join(found)}."
+                f"task.names={list(self.names or ())} must name one or more of the silos {', '.join(found)}, or be "
+                "null for all of them."
             )
         return {name: data for name, data in found.items() if self.names is None or name in self.names}
 

@@ -120,7 +120,8 @@ class MembershipSettings(Settings):
             raise ConfigurationError(f"task.shadows={self.shadows} must be 0, or an even number of at least 4.")
         if self.release is None and self.release_reference is not None:
             raise ConfigurationError(
-                "task.release_reference is for task.release, which is null. Set task.release, or leave both out."
+                f"task.release_reference={self.release_reference} is for task.release, which is null. Set both, or "
+                "neither."
             )
         if self.model is not None and self.shadows:
             raise ConfigurationError(
