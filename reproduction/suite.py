@@ -75,7 +75,7 @@ class Suite(Study):
         for name, folder in self.taken.items():
             if not Path(folder).is_dir():
                 raise ConfigurationError(
-                    f"task.parts.{name}.taken={folder} is not a folder. Name that of earlier results."
+                    f"task.parts.{name}.taken={folder} is not a folder. Name the folder of earlier results."
                 )
 
     def run(self, parts: Parts) -> dict[str, float]:

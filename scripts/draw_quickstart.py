@@ -56,7 +56,7 @@ def draw(facts: Mapping[str, Any]) -> str:
         _text(MARGIN, 36, "What the quickstart ends with", size=19, bold=True),
         _text(MARGIN, 62, "Retrieval on InsuranceQA, test queries", colour=SOFT),
         _text(BAR, 62, "nDCG@10, with its 95 % interval", colour=SOFT),
-        _text(BAR + BAR_WIDTH + 76, 62, "what is promised to those who asked", colour=SOFT),
+        _text(BAR + BAR_WIDTH + 76, 62, "guarantee for those who asked", colour=SOFT),
     ]
     longest = max(row["nDCG@10"]["high"] for row in rows)
     for place, row in enumerate(rows):

@@ -41,7 +41,7 @@ from reproduction.spent import spent_under
 from reproduction.study import QueryStudy, budget_name, per_query
 
 NAME = "end_to_end"
-_TITLE = "Paper 000, its comparison end to end: synthetic queries beside direct DP training of whole dual encoders"
+_TITLE = "Paper 000, its comparison end to end: synthetic queries and direct DP training of whole dual encoders"
 _ABOUT = (
     "All weights of each retriever are trained, as in the paper. Our data, models and sizes differ from the paper's: "
     "compare orders, not levels. The paper's numbers are next to the encoder that has never learned retrieval, as in "
