@@ -193,8 +193,8 @@ class Audit:
         path = self.run_folder / CANARIES
         if not path.is_file():
             raise DataError(
-                f"task.run={self.run_folder} has no {CANARIES}: the run was trained without canaries, so there "
-                "is nothing to look for. Train one with canaries=papers."
+                f"task.run={self.run_folder} has no {CANARIES}: it is not a run with canaries, so there is "
+                "nothing to look for. Train one with canaries=papers."
             )
         card, canaries = read_card(self.run_folder), read_canaries(path)
         planted = card["empirical"].get("planted")
