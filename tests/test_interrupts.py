@@ -105,7 +105,7 @@ def told(process: subprocess.Popen[str], *, seconds: float = 60) -> str:
 
 def way_on(line: str) -> list[str]:
     """The settings that the line says to add."""
-    found = re.search(r"The same command with (.*) goes on", line)
+    found = re.search(r"The same command with (.*) continues", line)
     assert found, line
     return shlex.split(found.group(1))
 
@@ -126,7 +126,7 @@ def test_an_interrupted_run_says_how_it_goes_on_and_does(place: str, privacy: st
     begun = (tmp_path / "run" / "privacy_ledger.jsonl").exists()
     assert begun == (place in ("clipping", "updating", "writing"))
     if not begun:
-        assert "Nothing was begun" in line
+        assert "Nothing has started" in line
         again = call(*given, folder, "resume=true", folder=tmp_path)
         assert again.returncode == 2 and "hydra.run.dir" in again.stderr and "error: " in again.stderr
     more = way_on(line) if begun else [folder]
@@ -218,7 +218,7 @@ def test_an_interruption_while_the_program_is_loaded_is_told_as_any_other(
     with started([sys.executable, *PROGRAMS[program], "task=plan"], tmp_path, PYTHONPATH=path) as process:
         assert wait_until((tmp_path / "there").exists, seconds=60)
         os.kill(process.pid, signal.SIGINT)
-        assert "Nothing was begun" in told(process)
+        assert "Nothing has started" in told(process)
 
 
 # -- without the program -------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_the_way_on_names_the_folder_of_what_was_begun(tmp_path: Path, monkeypat
     known = SimpleNamespace(mode=RunMode.RUN, runtime=SimpleNamespace(output_dir=tmp_path))
     monkeypatch.setattr(cli, "HydraConfig", SimpleNamespace(initialized=lambda: True, get=lambda: known))
     cli._note_place()
-    assert "Nothing was begun" in cli._way_on()
+    assert "Nothing has started" in cli._way_on()
     (tmp_path / "stage").mkdir()
     (tmp_path / "stage" / "privacy_ledger.jsonl").touch()
     assert way_on(cli._way_on()) == [f"hydra.run.dir={tmp_path}", "resume=true"]

@@ -402,7 +402,7 @@ def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> tuple[
             raise
         raise ConfigurationError(
             f"task.encoder={encoder} cannot embed these queries: they have their own privacy card ({claim}), whose "
-            "claim does not cover the encoder: the embeddings would cost both, and their card would state only one. "
+            "claim does not cover the encoder: the embeddings would spend both, and their card would state only one. "
             "Encode passages (task.side=passage), or use an encoder that was trained on these queries, or a public "
             "one."
         ) from error

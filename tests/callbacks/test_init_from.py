@@ -335,7 +335,7 @@ def test_the_knob_takes_the_place_of_the_models_own_start(tmp_path: Path) -> Non
     with pytest.raises(ConfigurationError, match="init_from"):
         build_parts(parts(f"init_from={tmp_path}"))
     assert parts(f"init_from={tmp_path}").callbacks.accountant.init_from == str(tmp_path)
-    with pytest.raises(ConfigurationError, match="init_from_is_public=true says something about init_from"):
+    with pytest.raises(ConfigurationError, match="init_from_is_public=true describes init_from"):
         build_parts(parts("init_from_is_public=true"))
     with pytest.raises(ConfigurationError, match="is for task=fit"):
         run(parts("task=evaluate", f"init_from={tmp_path}"))

@@ -178,7 +178,7 @@ def test_a_recipe_that_makes_no_sense_is_refused(row: str, change: dict[str, Any
 def test_unknown_and_unprotected_generators_and_a_start_that_is_not_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"task\.variants\.made\.queries=tiny"):
         study(tmp_path, generators={})
-    with pytest.raises(ConfigurationError, match="promises nothing"):
+    with pytest.raises(ConfigurationError, match="has no guarantee"):
         replace(generators(tmp_path)["tiny"], privacy=partial(NoPrivacy))
     known = recipes(tmp_path)
     known["on"] = replace(known["base"], start="made")

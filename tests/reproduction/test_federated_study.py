@@ -232,7 +232,7 @@ def test_a_study_goes_on_where_it_was_and_grows_by_seeds(tmp_path: Path, trained
     assert len(measure["per_seed"]) == 2 and measure["low"] <= measure["mean"] <= measure["high"]
     assert found["PDD-AS2, stage 1: 1"] == pytest.approx(measure["mean"])
     assert told["internal"] is True and "epsilon is infinite" in told["promise"]
-    assert "covered by no guarantee" in (folder / "data_ratio.md").read_text(encoding="utf-8")
+    assert "No guarantee covers them" in (folder / "data_ratio.md").read_text(encoding="utf-8")
     with (folder / "data_ratio.csv").open(encoding="utf-8") as file:
         assert len(list(csv.reader(file))) == 7
     assert "<script" not in (folder / "data_ratio.html").read_text(encoding="utf-8")

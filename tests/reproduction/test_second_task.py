@@ -54,7 +54,7 @@ def test_a_seed_repeats_the_result_and_leaves_the_encoder_and_the_global_random_
 
 def test_labels_that_do_not_fit_and_a_diverged_encoder_are_refused() -> None:
     for change in ({"classes": 2}, {"train": (split(60, seed=0)[0], torch.zeros(3).long())}):
-        with pytest.raises(DataError, match="a label each"):
+        with pytest.raises(DataError, match="one label each"):
             train(encoder(), **change)
     net = encoder()
     nn.init.constant_(net[1].weight, float("inf"))  # type: ignore[index, arg-type]

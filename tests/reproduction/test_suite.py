@@ -193,7 +193,7 @@ def test_earlier_results_stand_in_for_a_part_and_nothing_is_run_for_a_report(tmp
     found = page(tmp_path / "run")
     assert ran == [] and found["items"][0]["blocks"][0]["rows"] == [[0.25, 0.5]]
     assert found["parts"][0]["taken"] and str(earlier) in found["parts"][0]["command"]
-    assert "only results were taken" in found["items"][1]["reason"]
+    assert "only the results were taken" in found["items"][1]["reason"]
     with pytest.raises(ConfigurationError, match=r"no part in .* is finished"):
         suite(report_only=True).run(parts(tmp_path / "other", ran))
 

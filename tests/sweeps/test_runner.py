@@ -103,7 +103,7 @@ def test_the_reason_of_a_trial_that_failed_is_a_sentence_of_its_own(how: str, tm
     made, file = sweep(tmp_path, how, told=True)
     with pytest.raises(WorkerError, match="1 of 1 trials") as found:
         Sweep(file=file.path, metric_data="public", min_free_mb=1).run(parts(tmp_path, run_dir=made.folder))
-    assert re.search(r"[^.]\. Those", str(found.value)), found.value
+    assert re.search(r"[^.]\. Finished", str(found.value)), found.value
 
 
 @pytest.mark.parametrize("how", ["killed_once", "pipeline"])

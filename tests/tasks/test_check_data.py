@@ -341,7 +341,7 @@ def test_a_split_that_would_leave_a_side_empty_is_told_and_refused_where_asked_f
 
 def test_what_is_split_is_split_anew_only_where_that_is_said(tmp_path: Path, harbour: Path) -> None:
     new = tmp_path / "new"
-    with pytest.raises(ConfigurationError, match=r"is split already.*task\.resplit=true"):
+    with pytest.raises(ConfigurationError, match=r"is already split.*task\.resplit=true"):
         CheckData(write_split=new).run(job(tmp_path, folder=harbour))
     half = {"train": 0.5, "test": 0.5}
     CheckData(write_split=new, resplit=True, fractions=half, split_by="text").run(job(tmp_path, folder=harbour))

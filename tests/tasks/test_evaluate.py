@@ -269,7 +269,7 @@ def test_runs_without_judgements_or_without_a_common_data_set_are_refused(tmp_pa
     with pytest.raises(DataError, match="nowhere"):
         Compare(run_a=tmp_path / "nowhere", run_b=tmp_path / "nowhere").run(no_parts(tmp_path / "out"))
     write_run(tmp_path / "a.trec", WINS)
-    with pytest.raises(DataError, match=r"beside them.*task\.qrels"):
+    with pytest.raises(DataError, match=r"next to them.*task\.qrels"):
         Compare(run_a=tmp_path / "a.trec", run_b=tmp_path / "a.trec").run(no_parts(tmp_path / "out"))
     a, b = system(tmp_path / "a", WINS, ("one", "two")), system(tmp_path / "b", LOSES, ("three", "four"))
     with pytest.raises(DataError, match="no data set in common"):

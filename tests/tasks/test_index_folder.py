@@ -69,7 +69,7 @@ def test_encoding_again_computes_nothing_new(encoder: Path, tmp_path: Path, monk
         patch.setattr(build, "encode_to_file", lambda *_, **__: pytest.fail("computed again"))
         encode_folder(encoder, PASSAGES, tmp_path / "index")
     assert read() == before
-    with pytest.raises(ResumeError, match="made with another encoder"):
+    with pytest.raises(ResumeError, match="computed with another encoder"):
         encode_folder(saved(tmp_path / "other", seed=1), PASSAGES, tmp_path / "index")
     assert read() == before
     (tmp_path / "index" / "embeddings.bin").write_bytes(bytes(100 * 16 * 4))
@@ -234,7 +234,7 @@ def test_an_index_that_cannot_be_kept_is_refused(encoder: Path, tmp_path: Path) 
     for name in ("scann", "faiss:", "faiss"):
         with pytest.raises(ConfigurationError, match="cannot be stored as an index"):
             index_folder(tmp_path / "embeddings", tmp_path / "index", search=name)
-    with pytest.raises(ConfigurationError, match="over its own source"):
+    with pytest.raises(ConfigurationError, match="overwrite its own source"):
         index_folder(tmp_path / "embeddings", tmp_path / "embeddings")
 
 
@@ -261,7 +261,7 @@ def test_a_second_index_is_not_the_first(encoder: Path, tmp_path: Path, monkeypa
         patch.setattr(build, "_seal", killed)
         with pytest.raises(KeyboardInterrupt):
             index_folder(tmp_path / "b", index)
-    with pytest.raises(DataError, match="not finished"):
+    with pytest.raises(DataError, match="unfinished"):
         IndexFolder(index)
     assert sorted(index_folder(tmp_path / "b", index).ids) == sorted(others)
     assert not (index / "index.faiss").exists()

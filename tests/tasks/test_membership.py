@@ -119,7 +119,7 @@ def test_a_run_without_privacy_gives_its_members_away_and_the_report_is_internal
     found = report(tmp_path / "attack")
     assert found["internal"] is True and found["claim"]["ceilings"] is None
     assert "/" not in found["data"] and len(found["data_sha256"]) == 64
-    assert "The run promises nothing" in found["caveats"][0]
+    assert "The run has no guarantee" in found["caveats"][0]
     assert {one["attack"] for one in found["attacks"]} == {"loss", "logit", "zlib", "min_k", "min_k_plus", "reference"}
     assert max(one["evidence"]["eps_lower"] for one in found["attacks"]) > 0.5
     for path in (tmp_path / "attack").glob("internal_membership.*"):
