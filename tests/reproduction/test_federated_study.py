@@ -141,7 +141,7 @@ def test_parts_of_a_silo_have_its_queries_once_and_its_collection_each(base: dic
     assert sorted(listed) == sorted(query.qid for query in silo.queries)
     assert all(part.sentences == silo.sentences and all(part.counts().values()) for part in made)
     assert len({part.name for part in made}) == 3
-    with pytest.raises(DataError, match="dev queries, and 9 clients are to be made of it"):
+    with pytest.raises(DataError, match="dev queries, too few for 9 clients"):
         divided(silo, 9)
 
 
@@ -239,7 +239,7 @@ def test_a_study_goes_on_where_it_was_and_grows_by_seeds(tmp_path: Path, trained
 
 
 @pytest.mark.parametrize(("study", "federation", "message"), [
-    ({"study": "clients", "values": [2, 40]}, {}, "queries, and 20 clients are to be made of it"),
+    ({"study": "clients", "values": [2, 40]}, {}, "queries, too few for 20 clients"),
     ({"study": "data_ratio"}, {"privacy": {"eps": 8.0, "delta": 1e-2}, "declare_public": True},
      "would have about .* fewer than a batch of 8"),
     ({"study": "gain"}, {"stage2": {**STAGE2, "response": "synthetic"}}, "a generator was charged for a whole silo"),

@@ -156,7 +156,7 @@ def test_an_interrupted_reproduction_goes_on_with_the_trainings_that_are_left(
     assert len(asked) == len({name for name, *_ in asked}) == 7, "what is finished is not done again, by no part"
     paper(public, eps=[3.0, None], only=["retrieval"]).run(parts(tmp_path, resume=True))
     assert len(asked) == 7, "fewer rows need no training"
-    with pytest.raises(ResumeError, match=r"whole-eps3 was made with other settings|baselines was made with other"):
+    with pytest.raises(ResumeError, match=r"whole-eps3 was run with other settings|baselines was made with other"):
         paper(public, pipeline=partial(StandIn, steps=2)).run(parts(tmp_path, resume=True))
 
 
@@ -175,7 +175,7 @@ def test_a_result_is_known_again_by_another_process_whose_functions_lie_elsewher
         known = trainings(replace(own, resume=again))
         assert known.result("x", [partial(made_anew(), lr=0.1)], lambda _: done.append(1) or 7) == 7
     assert len(done) == 1
-    with pytest.raises(ResumeError, match="x was made with other settings"):
+    with pytest.raises(ResumeError, match="x was run with other settings"):
         trainings(replace(own, resume=True)).result("x", [partial(made_anew(), lr=0.2)], lambda _: 8)
 
 

@@ -36,7 +36,7 @@ def test_a_sum_counts_each_ledger_once_wherever_it_lies_and_no_claim_that_is_ref
     assert spent.private == 2, "a link is followed, and a copy counts once, whatever its folder is called"
     with_study = spent_under(run, taken=tmp_path / "study", taken_private=3)
     assert with_study.private == 3 and epsilon_in(with_study.text) > epsilon_in(spent.text)
-    assert "ledgers of 2 of its 3 private trainings are not there" in with_study.text
+    assert "ledgers of 2 of its 3 private trainings are missing" in with_study.text
     trained(run / "pairs", unit="pair")
     assert "For all of them together no epsilon is proved" in spent_under(run).text
     seeded = trained(tmp_path / "seeded", steps=3)

@@ -105,7 +105,7 @@ def test_the_audit_of_an_encoder_draws_nothing(tmp_path: Path, capsys: pytest.Ca
     run = trained(tmp_path, NoPrivacy, suite=suite, steps=2)
     audited(tmp_path, run)
     report = json.loads((tmp_path / "audit" / "audit.json").read_text(encoding="utf-8"))
-    assert "by 4 canaries" in capsys.readouterr().out.splitlines()[-1], "it ends with what was measured and found"
+    assert "with 4 canaries" in capsys.readouterr().out.splitlines()[-1], "it ends with what was measured and found"
     assert all(row["leaked"]["mean"] is None and row["draws"] == 0 for row in report["rows"])
     assert {one["leak"]["draws"] for one in report["canaries"]} == {0} and len(report["canaries"]) == 4
     page = (tmp_path / "audit" / "audit.md").read_text(encoding="utf-8")

@@ -274,7 +274,7 @@ def test_runs_without_judgements_or_without_a_common_data_set_are_refused(tmp_pa
     a, b = system(tmp_path / "a", WINS, ("one", "two")), system(tmp_path / "b", LOSES, ("three", "four"))
     with pytest.raises(DataError, match="no data set in common"):
         Compare(run_a=a, run_b=b).run(no_parts(tmp_path / "out"))
-    with pytest.raises(ConfigurationError, match="one file of judgements, and the runs are of 2 data sets"):
+    with pytest.raises(ConfigurationError, match="one file of judgements, but the runs cover 2 data sets"):
         Compare(run_a=a, run_b=a, qrels=a / "one" / "qrels.trec").run(no_parts(tmp_path / "out"))
 
 

@@ -287,7 +287,7 @@ def test_a_file_that_is_no_checkpoint_and_a_class_of_others_are_refused(tmp_path
     with pytest.raises(DataError, match="cannot be read as a checkpoint"):
         load_module(tmp_path / "a.ckpt")
     torch.save({"lit_dpret_class": "os.system"}, tmp_path / "b.ckpt")
-    with pytest.raises(ConfigurationError, match=r"os\.system.*not of this package"):
+    with pytest.raises(ConfigurationError, match=r"os\.system.*not a class of this package"):
         load_module(tmp_path / "b.ckpt")
     torch.save({"state_dict": {}}, tmp_path / "c.ckpt")
     with pytest.raises(DataError, match="does not name its class"):
