@@ -108,7 +108,7 @@ def test_every_run_on_synthetic_queries_has_a_generator_of_its_own_and_its_claim
     assert rows["direct"]["settings"]["head_dim"] == 4 and rows["direct"]["budget"] == 8
     assert rows["pseudo"]["privacy"] == UNKNOWN and rows["pseudo"]["budget"] is None
     assert results(run)["private_runs"] == 2 * 3, "two direct rows and a generator, twice each"
-    (together,) = re.findall(r"The 6 private trainings .* has epsilon = ([\d.]+) at", results(run)["spent"])
+    (together,) = re.findall(r"The 6 private trainings .* have epsilon = ([\d.]+) at", results(run)["spent"])
     assert float(together) > max(read_card(run / f"{row}-seed0")["claim"]["epsilon"] for row in ("direct", "made"))
     assert {path.stat().st_mode & 0o077 for path in run.glob("ablation.*")} == {0}, "measures of private queries"
     assert results(run)["spent"] in (run / "ablation.md").read_text(encoding="utf-8").replace("\\", "")

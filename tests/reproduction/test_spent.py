@@ -14,7 +14,7 @@ from reproduction.spent import spent_under
 
 
 def epsilon_in(text: str) -> float:
-    return float(re.findall(r"has epsilon = ([\d.]+)", text)[0])
+    return float(re.findall(r"have epsilon = ([\d.]+)", text)[0])
 
 
 def trained(folder: Path, *, steps: int = 10, **plan: Any) -> Run:

@@ -255,7 +255,7 @@ def test_what_is_told_after_the_runs_is_what_their_ledgers_charge_and_never_less
     assert charged > 1.2 * planned
     assert (f"Together epsilon {show_epsilon(charged)} at delta" in text) is not weak
     assert f"Together epsilon {show_epsilon(planned)}" not in text
-    assert ("ogether epsilon" not in text and "no epsilon" in text) is weak
+    assert ("ogether epsilon" not in text and "no proved epsilon" in text) is weak
 
 
 def test_the_folder_of_a_job_is_flat_short_and_unique(monkeypatch: pytest.MonkeyPatch) -> None:
