@@ -251,7 +251,7 @@ def test_the_canaries_of_a_finished_study_stand_beside_those_of_the_paper_and_ar
 def test_a_mode_that_trains_no_generator_is_refused_before_any_training(
     public: Path, tmp_path: Path, asked: list[Any]
 ) -> None:
-    with pytest.raises(ConfigurationError, match="privacy=synthetic trains no generator"):
+    with pytest.raises(ConfigurationError, match="privacy=synthetic trains none"):
         paper(public).run(parts(tmp_path, privacy=lambda **_: SyntheticData()))
     assert not asked
     for part, wrong in (
