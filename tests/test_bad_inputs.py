@@ -121,7 +121,7 @@ CASES: dict[str, Case] = {
     "a file for a list of files": log(
         "callbacks.card.audit_protocols=audit.md", named=r"callbacks\.card\.audit_protocols=\[audit\.md\]"
     ),
-    "several files for one": log("datamodule.pairs=[a.jsonl,b.jsonl]", named=r"datamodule\.pairs=.*a\.jsonl.*text"),
+    "several files for one": log("datamodule.pairs=[a.jsonl,b.jsonl]", named=r"datamodule\.pairs=.*a\.jsonl.*string"),
     "a mapping for a path": Case(("search", "task.index={a: 1}", "task.query=a"), r"task\.index=\{'a': 1\}"),
     "a number for a path": log("model.pretrained=5", named=r"model\.pretrained='5'"),
     "a number for a mapping": log("model.lora=8", named=r"model\.lora=8 must be a mapping"),
