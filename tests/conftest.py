@@ -26,11 +26,12 @@ from lit_dpret import errors
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="I/N", help="every N-th of the chosen tests, from the I-th on (I modulo N)")
+    parser.addoption("--turn", metavar="I/N", help="every N-th of the costly tests (I modulo N), and all others")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Keep every n-th case of ``like(n)`` fast; then keep the requested share of what ``-m`` selected."""
+    """Keep every n-th case of ``like(n)`` fast; then keep the requested shares of what ``-m`` selected."""
     seen: Counter[str] = Counter()
     for item in items:
         if (mark := item.get_closest_marker("like")) is not None:
@@ -39,16 +40,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.slow)
             seen[function] += 1
     yield
-    if (share := config.getoption("--share")) is None:
-        return
+    dropped: set[pytest.Item] = set()
+    if (share := _fraction(config, "--share")) is not None:
+        dropped.update(set(items) - set(items[share[0] :: share[1]]))
+    if (turn := _fraction(config, "--turn")) is not None:
+        costly = [item for item in items if item.get_closest_marker("costly") is not None]
+        files = list(dict.fromkeys(item.path for item in costly))
+        cases: Counter[str] = Counter()
+        for item in costly:
+            # By file, so that a fixture of a file is not made in every turn; then by case, so that each turn has some.
+            function = item.nodeid.partition("[")[0]
+            if (files.index(item.path) + cases[function]) % turn[1] != turn[0]:
+                dropped.add(item)
+            cases[function] += 1
+    if dropped:
+        config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+        items[:] = [item for item in items if item not in dropped]
+
+
+def _fraction(config: pytest.Config, option: str) -> tuple[int, int] | None:
+    """Return I modulo N and N of an option of the form ``I/N``; None where it is not given."""
+    if (given := config.getoption(option)) is None:
+        return None
     try:
-        turn, parts = map(int, share.split("/"))
-        first = turn % parts
+        first, parts = map(int, given.split("/"))
+        return first % parts, parts
     except (ValueError, ZeroDivisionError) as error:
-        raise pytest.UsageError(f"--share={share} is not of the form I/N, such as 3/6.") from error
-    kept = items[first::parts]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+        raise pytest.UsageError(f"{option}={given} is not of the form I/N, such as 3/6.") from error
 
 
 @pytest.hookimpl(tryfirst=True)

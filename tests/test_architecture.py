@@ -71,6 +71,7 @@ def test_every_file_belongs_to_a_known_package() -> None:
     assert {package_of(path) for path in ours()} <= set(ALLOWED) | EVERYWHERE
 
 
+@pytest.mark.costly
 def test_imports_run_one_way() -> None:
     for path in ours():
         allowed = ALLOWED.get(package_of(path), set()) | EVERYWHERE | {package_of(path)}
@@ -245,6 +246,7 @@ def test_nobody_outside_the_modes_asks_which_mode_it_is() -> None:
     assert not found
 
 
+@pytest.mark.costly
 def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
     spec = importlib.util.spec_from_file_location("draw_architecture", ROOT / "scripts" / "draw_architecture.py")
     assert spec is not None and spec.loader is not None

@@ -333,6 +333,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Said]:
     return {name: Said(*values) for name, values in json.loads((folder / "all").read_text()).items()}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_one_line_that_names_the_setting(name: str, said: dict[str, Said]) -> None:
     status, text, seconds = said[name]

@@ -99,6 +99,7 @@ def test_a_path_may_hold_an_apostrophe_and_a_comma_is_explained() -> None:
     assert "init_from='A, B'" in (explain(found.value) or "")
 
 
+@pytest.mark.costly
 def test_a_terminal_is_told_at_once_that_something_happens_and_a_pipe_gets_results_and_errors_alone() -> None:
     command = [sys.executable, "train.py", "compare", "nowhere", "nowhere"]
     screen, terminal = pty.openpty()

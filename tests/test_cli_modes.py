@@ -66,6 +66,7 @@ def check(folder: Path, case: str) -> None:
 SOON = ("batch_clip", "logit_dp", "public_passages ghost_bf16")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in SOON else pytest.mark.slow) for case in MODES])
 def test_a_dual_encoder_trains_and_its_card_states_mode_sensitivity_and_epsilon(case: str, tmp_path: Path) -> None:
     run(composed(f"run_dir={tmp_path / 'run'}", *private(tmp_path, case)))

@@ -75,6 +75,7 @@ NEEDED = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_an_option_composes_of_arguments_and_what_is_safe_is_made(group: str, option: str, tmp_path: Path) -> None:
     # One of the models that have a loss; a task that has filters.

@@ -19,6 +19,7 @@ MODULES = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_the_examples_of_the_docstrings_are_true(name: str) -> None:
     found = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)

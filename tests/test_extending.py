@@ -34,6 +34,7 @@ def command(folder: Path, *overrides: str) -> Any:
     return composed(f"hydra.searchpath=[file://{EXAMPLES / 'configs'}]", *overrides, f"run_dir={folder}")
 
 
+@pytest.mark.costly
 def test_an_own_mode_trains_masked_sums_and_its_facts_are_verified(tmp_path: Path) -> None:
     noise = ["privacy.noise_multiplier=5.0", f"privacy.secret_file={tmp_path / 'secret'}"]
     pairs = f"datamodule.pairs={write_log(tmp_path)}"

@@ -104,6 +104,7 @@ def test_what_is_handed_on_has_the_mode_of_new_files_and_what_is_private_is_its_
     assert open_to_others(tmp_path / "private") == open_to_others(tmp_path / "scores") == set()
 
 
+@pytest.mark.costly
 def test_a_fit_that_promises_nothing_lies_in_a_folder_for_its_owner_alone(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("none", "dp")}
     Fit(min_free_mb=1).run(trial_parts(tmp_path, folders["none"], make_privacy=NoPrivacy))
@@ -288,6 +289,7 @@ def complaints(path: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.costly
 def test_no_source_file_reads_anything_that_could_run() -> None:
     assert len(SOURCES) > 400
     found = {str(path.relative_to(ROOT)): complaints(path) for path in SOURCES}

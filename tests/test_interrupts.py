@@ -142,6 +142,7 @@ class Ended(Callback):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.costly
 def test_a_sigterm_after_the_last_step_ends_what_would_come_after(tmp_path: Path) -> None:
     run = tmp_path / "run"
     callbacks: list[Callback] = [PrivacyAccountant(run_dir=run), PrivacyCard(run_dir=run), Ended()]
@@ -204,6 +205,7 @@ PROGRAMS = {"train.py": ["train.py"], "-m": ["-m", "lit_dpret"], "-c": ["-c", SC
 
 
 # How a program begins matters for the first of these imports, all of which one function makes.
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("program", "module"),
     [*(("train.py", name) for name in ("torch", "transformers", "lit_dpret.tasks.plan")), ("-m", "torch"),

@@ -321,6 +321,7 @@ class OpenedAtFirstUse(InShards):
         return found
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("how", "workers", "shared"),
     [
@@ -337,6 +338,7 @@ def test_worker_processes_that_would_share_an_open_file_are_refused(
     assert not shared or refused.value.trap == "T38"  # type: ignore[union-attr]
 
 
+@pytest.mark.costly
 def test_a_worker_that_runs_already_does_not_hide_that_it_shares_a_file(tmp_path: Path) -> None:
     dataset = OpenedAtFirstUse(tmp_path / "rows", "rewound")
     assert len(dataset[0]) == 2
@@ -383,6 +385,7 @@ class Writing(threading.Thread):
         self.join()
 
 
+@pytest.mark.costly
 def test_rows_that_torch_computes_with_several_threads_are_read_in_a_fork_too(tmp_path: Path) -> None:
     class Computed(OpenedAtFirstUse):
         def __getitem__(self, row: int) -> Any:

@@ -251,6 +251,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("place", [*PLACES, *PLACES_APART])
 def test_no_callback_reads_what_the_loss_keeps_of_rows_in(place: str, seen: dict[str, list[Any]]) -> None:
     assert len(seen[place]) > 4 and len({*seen[place]}) == 1, seen[place]
@@ -271,6 +272,7 @@ class Scheduled(Classifier):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+@pytest.mark.costly
 def test_no_schedule_reads_what_the_loss_keeps_of_rows(tmp_path: Path) -> None:
     model = Scheduled(lambda model: model.last)
     keep, _ = attribute(model, "last")
@@ -385,6 +387,7 @@ def test_a_schedule_that_a_loss_moves_itself_stands_still(tmp_path: Path) -> Non
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.costly
 def test_what_hooks_of_layers_keep_in_their_closures_is_put_back(tmp_path: Path) -> None:
     model, kept = Classifier(), {"forward": 0.0, "forward_pre": 0.0, "full_backward": 0.0}
     for kind in kept:
@@ -451,6 +454,7 @@ def test_a_loss_that_hangs_on_how_often_it_was_computed_is_refused(tmp_path: Pat
         fit(tmp_path, made(model, per_row_loss=loss))
 
 
+@pytest.mark.costly
 def test_the_first_batches_of_one_unit_keep_nothing_before_they_are_compared(tmp_path: Path) -> None:
     model = Classifier()
     keep, read = appended(held(model, "history", []))
@@ -461,6 +465,7 @@ def test_the_first_batches_of_one_unit_keep_nothing_before_they_are_compared(tmp
     assert {*reads.seen} == {"[]"}
 
 
+@pytest.mark.costly
 def test_what_is_kept_from_a_later_step_on_is_put_back_but_for_a_view_of_a_weight_beside_it(tmp_path: Path) -> None:
     model = Classifier()
     model.last = 0.0

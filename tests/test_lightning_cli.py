@@ -127,6 +127,7 @@ def fit(script: ModuleType, *arguments: str) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.costly
 def test_an_own_module_is_trained_interrupted_and_resumed_in_its_run_folder(script: ModuleType) -> None:
     with pytest.raises(RuntimeError, match="stop"):
         fit(script, "--trainer.callbacks.after", "3")

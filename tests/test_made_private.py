@@ -37,6 +37,7 @@ from lit_dpret.privacy.modes import DPSGD
 # -- what it guarantees ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("rows_per_unit", ["one", "all"])
 def test_the_clipped_sum_is_that_of_a_loop_over_units(rows_per_unit: str, tmp_path: Path) -> None:
     model, clip = Classifier().double(), 0.3
@@ -92,6 +93,7 @@ class Measured(Classifier):
         return self(batch[0])
 
 
+@pytest.mark.costly
 def test_a_fit_ends_with_its_weights_and_a_card_that_verify_and_that_later_measures_leave_as_they_are(
     tmp_path: Path,
 ) -> None:
@@ -124,6 +126,7 @@ def test_a_fit_ends_with_its_weights_and_a_card_that_verify_and_that_later_measu
     assert not verify_chain(tmp_path).failed and not verify_chain(tmp_path / "model").failed
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("eps", "delta"), [(3, None), (21, 1e-5)])
 def test_a_large_delta_or_epsilon_is_cautioned_of_before_the_first_step_and_on_the_card(
     eps: float, delta: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
@@ -155,6 +158,7 @@ def test_what_only_training_cannot_have_is_no_matter_for_prediction(setting: str
     runner.predict(Predicts(privacy=DPSGD(eps=3)), DataLoader(rows(8), 8))
 
 
+@pytest.mark.costly
 def test_its_step_keeps_the_promise() -> None:
     x, y = rows(6).tensors
     private = made()
@@ -183,6 +187,7 @@ def test_a_step_that_breaks_the_promise_is_told_by_its_property_at_the_line_of_t
 # -- what is the user's own ------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("sampling", ["truncated_poisson", "poisson"])
 def test_the_optimizer_and_schedules_of_the_module_are_used_at_their_intervals(sampling: str, tmp_path: Path) -> None:
     trainer = fit(tmp_path, made(), data(sampling=sampling))  # three steps make an epoch
@@ -205,6 +210,7 @@ class Rated(Classifier):
         return torch.optim.SGD(self.parameters(), lr=self.rate)
 
 
+@pytest.mark.costly
 def test_a_resume_says_that_the_learning_rate_is_the_checkpoints(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +234,7 @@ class AsksForItsLength(Classifier):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("sampling", ["poisson", "full_batch"])
 def test_a_schedule_may_ask_how_long_the_run_is(sampling: str, tmp_path: Path) -> None:
     given = {"sampling": sampling} | ({"expected_batch_size": None} if sampling == "full_batch" else {})
@@ -270,6 +277,7 @@ class Sized(Classifier):
         self.net[-1] = nn.Linear(8, width)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("averaged", [False, True])
 def test_a_checkpoint_is_loaded_by_the_class_of_the_module_and_by_a_resume(averaged: bool, tmp_path: Path) -> None:
     kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, save_top_k=-1)

@@ -105,6 +105,7 @@ REFUSED_LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", REFUSED_LOSSES)
 def test_a_loss_that_is_none_of_rows_is_refused_before_its_first_release(kind: str, tmp_path: Path) -> None:
     make, named = REFUSED_LOSSES[kind]
@@ -268,6 +269,7 @@ def test_weights_that_this_process_trained_without_privacy_have_to_be_declared(k
         assert "init_from_is_public" in str(card_in(tmp_path / "run")["assumptions"])
 
 
+@pytest.mark.costly
 def test_adapters_of_a_checkpoint_are_known_when_they_are_merged(tmp_path: Path) -> None:
     kept = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(tmp_path / "first", made(adapted(Classifier()), optimizer=OptimizerSpec(lr=0.1)), callbacks=[kept], max_steps=3)
@@ -304,6 +306,7 @@ def test_what_no_step_changed_is_no_training(tmp_path: Path) -> None:
     fit(tmp_path, made(copied), max_steps=1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["loss", "count"])
 def test_what_a_loss_counts_is_put_back_or_refused_where_it_hangs_on_it(tmp_path: Path, kind: str) -> None:
     class Warm(Classifier):

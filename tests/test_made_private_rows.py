@@ -25,6 +25,7 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.modes import DPSGD
 
 
+@pytest.mark.costly
 def test_items_of_dicts_and_of_lone_tensors_reach_the_loss_as_the_collation_makes_them(tmp_path: Path) -> None:
     x, y = rows().tensors
 
@@ -76,6 +77,7 @@ class Weighted(nn.Module):
         return F.cross_entropy(model(batch[0]), batch[1], weight=self.of_classes, reduction="none")
 
 
+@pytest.mark.costly
 def test_a_loss_and_a_collation_may_be_modules_and_are_no_part_of_what_is_saved(tmp_path: Path) -> None:
     kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2, save_top_k=-1)
     given = {"per_row_loss": Weighted(), "collate_fn": Weighted()}

@@ -152,6 +152,7 @@ def test_a_copy_of_a_teacher_or_a_part_of_it_is_known_as_well(how: str, teacher:
     refuses(tmp_path, PLACES["list"](COPIES[how](teacher)))
 
 
+@pytest.mark.costly
 def test_what_a_loss_swallows_was_not_computed(teacher: nn.Module, tmp_path: Path) -> None:
     answered = tmp_path / "answered"  # a file, since what a loss keeps in a list is put back
 
@@ -180,6 +181,7 @@ def test_a_public_teacher_is_nobodys(place: str, teacher: nn.Module, tmp_path: P
     student(tmp_path, (PLACES | {"several": several})[place](Classifier()))
 
 
+@pytest.mark.costly
 def test_a_run_may_ask_itself_and_its_copies_and_others_once_it_is_over(teacher: nn.Module, tmp_path: Path) -> None:
     asked = []
 
@@ -270,5 +272,6 @@ def part_of_itself(model: Any, batch: Any) -> Tensor:
     return torch.nn.functional.cross_entropy(model.net[2:](model.net[:2](batch[0])), batch[1], reduction="none")
 
 
+@pytest.mark.costly
 def test_parts_and_copies_of_what_is_trained_meanwhile_may_be_asked(tmp_path: Path) -> None:
     fit(tmp_path, made(per_row_loss=part_of_itself), max_steps=6, callbacks=[Probes()])

@@ -46,6 +46,7 @@ def test_rows_of_one_name_are_one_unit_and_rows_without_names_are_units_themselv
     assert single.n_units == 2 and list(single.train_units().rows(1)) == [11]
 
 
+@pytest.mark.costly
 def test_a_subclass_may_read_its_data_in_setup(tmp_path: Path) -> None:
     class ReadLate(UnitDataModule):
         def __init__(self, count: int) -> None:
@@ -447,6 +448,7 @@ def test_names_of_more_rows_than_a_subset_has_are_refused() -> None:
     assert data(part, unit_of=lambda row: users[part.indices[row]], **SMALL).n_units == 6
 
 
+@pytest.mark.costly
 def test_two_users_who_clicked_the_same_passage_for_the_same_query_are_two_units(tmp_path: Path) -> None:
     x, _ = rows().tensors
     clicks = [{"query_id": "q", "passage_id": "p", "x": x[row], "y": row % 3} for row in range(60)]
@@ -461,6 +463,7 @@ def test_two_users_who_clicked_the_same_passage_for_the_same_query_are_two_units
 # -- what units are called -------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 def test_the_card_calls_a_unit_what_its_owner_calls_it_and_a_resume_cannot_change_that(tmp_path: Path) -> None:
     fit(tmp_path, made(), grouped("user"), max_steps=1)
     card = card_in(tmp_path)
@@ -510,6 +513,7 @@ def grouped(by: str | None) -> UnitDataModule:
     return data(unit_of=lambda row: f"u{row // 2}", unit_name=by or None, expected_batch_size=10)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("by", ["user", None])
 def test_a_chain_of_runs_is_about_users_if_every_run_declares_them(by: str | None, tmp_path: Path) -> None:
     module, before = Classifier(), {}

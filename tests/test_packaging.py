@@ -63,6 +63,7 @@ def test_the_wheel_of_the_sdist_holds_every_file_once(built: tuple[Path, Path]) 
     assert {name for name in names if ".dist-info/" not in name} == expected
 
 
+@pytest.mark.costly
 def test_the_wheel_is_typed_declares_command_and_licence_and_has_the_one_version(built: tuple[Path, Path]) -> None:
     wheel = zipfile.ZipFile(built[1])
     named = {Path(name).name: name for name in wheel.namelist()}

@@ -33,6 +33,7 @@ OTHERS = [command for command in SHOWN if command.arguments is None]
 TOLD = [page for page in PAGES if snippets(page)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("shown", OURS, ids=str)
 def test_a_command_is_made_of_what_there_is(shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = list(shown.words[1:])
@@ -62,6 +63,7 @@ def first_of_each() -> dict[str, Shown]:
     return {word: shown for word, shown in found.items() if word.startswith(("experiment=", "task="))}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("shown", first_of_each().values(), ids=list(first_of_each()))
 def test_what_makes_a_command_tiny_is_what_its_task_takes(
     shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +121,7 @@ def exists(word: str, known: set[str]) -> bool:
     return "." not in key or key.split(".")[0] not in ours or key.removesuffix("._target_") in known
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("page", TOLD)
 def test_the_snippets_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,6 +21,7 @@ def script() -> ModuleType:
     return found
 
 
+@pytest.mark.costly
 def test_the_picture_is_the_one_that_the_script_draws_and_the_front_page_shows_it(script: ModuleType) -> None:
     facts = json.loads(script.FACTS.read_text(encoding="utf-8"))
     assert script.PICTURE.read_text(encoding="utf-8") == script.draw(facts), "python scripts/draw_quickstart.py"

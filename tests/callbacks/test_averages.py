@@ -124,6 +124,7 @@ def plain(runs: Path) -> dict[str, Any]:
     return read_card(runs / "plain")
 
 
+@pytest.mark.costly
 def test_the_model_is_the_average_and_the_claim_is_that_of_the_steps(averaged: Averaged, plain: dict[str, Any]) -> None:
     mean, card = expected(averaged.kind, averaged.watch), read_card(averaged.folder)
     assert torch.allclose(flat(averaged.module), mean, atol=1e-6)
@@ -137,6 +138,7 @@ def test_the_model_is_the_average_and_the_claim_is_that_of_the_steps(averaged: A
         assert torch.allclose(of_file(averaged.folder / "checkpoints" / "last.ckpt"), mean, atol=1e-6)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("averaged", [ema, stochastic], indirect=True, ids=lambda kind: kind.__name__)
 def test_a_killed_run_goes_on_to_the_same_average(averaged: Averaged, runs: Path) -> None:
     kind = averaged.kind

@@ -319,6 +319,7 @@ def honest(folder: Path) -> Iterator[Callback]:
     yield OwnCheckpoint(dirpath=folder / "own", filename="{step}", every_n_train_steps=3, save_top_k=-1)
 
 
+@pytest.mark.costly
 def test_what_is_as_it_was_at_the_start_or_declared_is_kept_and_a_run_goes_on_from_it(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with pytest.raises(Killed):

@@ -95,6 +95,7 @@ def asked_inside(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("at", "part", "where"), MOMENTS)
 def test_a_run_goes_on_with_the_whole_step_from_a_checkpoint_that_was_asked_for_inside_it(
     at: int, part: int, where: str, asked_inside: Path, server: Server, tmp_path: Path
@@ -200,6 +201,7 @@ def broken(tmp_path: Path, at: int | None, *extra: Callback) -> Path:
     return folder
 
 
+@pytest.mark.costly
 def test_an_error_inside_a_step_leaves_the_checkpoint_from_before_it(tmp_path: Path) -> None:
     folder = broken(tmp_path, at=13)  # of three passes a step and one more for each unit's gradient, or of three
     left = torch.load(folder / "left.ckpt", weights_only=True)
@@ -299,6 +301,7 @@ class FailsIn(Callback):
             raise ValueError("The picture could not be drawn.")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "callback",
     [
@@ -319,6 +322,7 @@ def test_a_run_whose_last_hook_fails_keeps_its_steps_and_can_be_finished(callbac
     assert (tmp_path / "model" / "weights.pt").is_file()
 
 
+@pytest.mark.costly
 def test_a_resume_without_its_checkpoint_names_it_wherever_it_lies_in_the_run_folder(tmp_path: Path) -> None:
     kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2)
     with pytest.raises(Stopped):

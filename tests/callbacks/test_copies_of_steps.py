@@ -78,6 +78,7 @@ def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return dict(COPIES)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("copies", "name"),
     [(EMA, name) for name in ("module", "state", "average", "state of the average")]
@@ -94,6 +95,7 @@ def test_a_copy_of_any_step_is_not_taken_for_fresh_weights(name: str, copies: di
         fit(tmp_path, made(begun), max_steps=2)
 
 
+@pytest.mark.costly
 def test_what_the_run_began_with_and_what_it_never_had_begins_another_run(
     copies: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -103,6 +105,7 @@ def test_what_the_run_began_with_and_what_it_never_had_begins_another_run(
     fit(tmp_path / "other", made(other), max_steps=2)
 
 
+@pytest.mark.costly
 def test_weights_that_a_resumed_run_begins_with_are_known_as_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

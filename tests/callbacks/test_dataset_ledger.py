@@ -110,6 +110,7 @@ class StopBeforeTheFirstStep(L.Callback):
         raise RuntimeError("stop")
 
 
+@pytest.mark.costly
 def test_a_second_fit_with_the_same_accountant_reserves_its_steps_again(tmp_path: Path) -> None:
     for name in ("a", "b"):
         accountant = PrivacyAccountant(run_dir=tmp_path / name, eps_log_points=1)
@@ -134,6 +135,7 @@ def test_a_step_before_any_reservation_is_refused(tmp_path: Path, monkeypatch: p
     assert noise_keys(records(tmp_path / "a")) == []
 
 
+@pytest.mark.costly
 def test_a_killed_run_stays_charged_with_all_it_reserved_until_it_resumes(tmp_path: Path, server: Server) -> None:
     mode = {"name": "dp_sgd", "eps": 3.0, "delta": None, "accountant": "pld", "noise_multiplier": NOISE}
     counted = {"dataset_ledger": str(tmp_path / "data.jsonl"), "total_eps": LIMIT}
@@ -259,6 +261,7 @@ def test_a_run_that_is_refused_begins_no_ledger_of_its_data_set(tmp_path: Path, 
     assert not (tmp_path / "new.jsonl").exists()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("made", "raced"), [(2, False), (2, True), (6, False)])
 def test_a_run_that_a_ledger_refuses_on_resume_goes_on_without_it(
     tmp_path: Path, made: int, raced: bool, monkeypatch: pytest.MonkeyPatch
@@ -320,6 +323,7 @@ def test_a_run_that_was_killed_as_it_joined_a_ledger_is_counted_there_once(
     assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("made", [0, 6])
 def test_a_run_that_was_killed_as_it_joined_a_ledger_leaves_it_where_there_is_no_room(
     tmp_path: Path, made: int, monkeypatch: pytest.MonkeyPatch
@@ -337,6 +341,7 @@ def test_a_run_that_was_killed_as_it_joined_a_ledger_leaves_it_where_there_is_no
     assert len(noise_keys(records(tmp_path / "a"))) == 6 and records(tmp_path / "a")[-1]["reason"] == "finished"
 
 
+@pytest.mark.costly
 def test_an_older_copy_of_a_ledger_does_not_let_go_of_a_run_that_was_counted(tmp_path: Path) -> None:
     train(tmp_path / "b", module(tmp_path))
     older = (tmp_path / "data.jsonl").read_bytes()

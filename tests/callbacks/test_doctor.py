@@ -21,6 +21,7 @@ from lit_dpret.tasks.doctor import Doctor
 from lit_dpret.tasks.parts import Parts
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("trap", "words", "change"), BAD, ids=[f"{trap}-{words[:30]}" for trap, words, _ in BAD])
 def test_a_trap_is_refused_by_the_doctor_and_by_a_fit_in_the_same_words(
     trap: str, words: str, change: Any, tmp_path: Path

@@ -169,6 +169,7 @@ BY_A_ROW = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("where", "error"), BY_A_ROW)
 def test_an_end_that_a_private_row_may_have_caused_is_one_word_and_claims_nothing(
     where: str, error: BaseException, tmp_path: Path
@@ -300,6 +301,7 @@ def in_groups(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [first]}, {"params": others}], **settings)
 
 
+@pytest.mark.costly
 def test_a_resume_with_another_optimizer_of_ones_own_is_refused_before_a_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(RuntimeError, match="stop"):

@@ -87,6 +87,7 @@ def own_cost(folder: Path) -> float:
     return epsilon(charged_releases(records(folder)), delta=1 / 400, neighbours="zero_out")
 
 
+@pytest.mark.costly
 def test_a_run_from_a_private_run_claims_both_and_budgets_its_own(tmp_path: Path) -> None:
     parent, child = tmp_path / "parent", tmp_path / "child"
     alone = train(parent)["claim"]["epsilon"]
@@ -135,6 +136,7 @@ def test_the_doctor_plans_at_the_delta_of_the_start_and_a_mode_that_does_not_is_
         train(tmp_path / "second", tmp_path / "first", data=few(), mode=mode)
 
 
+@pytest.mark.costly
 def test_a_run_whose_units_are_merged_texts_is_composed_with_none_whose_units_are_ids(tmp_path: Path) -> None:
     ids, texts = tmp_path / "ids", tmp_path / "texts"
     assert train(ids)["claim"]["duplicates"] == "keep"
@@ -149,6 +151,7 @@ def test_a_run_whose_units_are_merged_texts_is_composed_with_none_whose_units_ar
     assert any("claim.duplicates" in one for one in verify_card(forged, tmp_path / "both" / "privacy_ledger.jsonl"))
 
 
+@pytest.mark.costly
 def test_units_with_ids_rows_without_and_a_log_in_which_some_records_have_one_are_not_composed(tmp_path: Path) -> None:
     ids, alone, partly = (tmp_path / name for name in ("ids", "alone", "partly"))
     train(ids)
@@ -199,6 +202,7 @@ class OwnDelta(DPSGD):
         return PrivacyBudget(eps=self.eps, delta=0.05, unit=self.unit, neighbours=self.neighbours)
 
 
+@pytest.mark.costly
 def test_a_start_that_an_older_copy_of_the_ledger_does_not_know_is_refused(tmp_path: Path) -> None:
     ledger = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 50.0}
     train(tmp_path / "other", **ledger)
@@ -209,6 +213,7 @@ def test_a_start_that_an_older_copy_of_the_ledger_does_not_know_is_refused(tmp_p
     train(tmp_path / "child", tmp_path / "parent", **ledger)
 
 
+@pytest.mark.costly
 def test_a_run_goes_on_from_a_start_that_was_moved_and_whose_card_tells_more(tmp_path: Path) -> None:
     train(tmp_path / "parent")
     before = train(tmp_path / "child", tmp_path / "parent")
@@ -271,6 +276,7 @@ def test_no_other_way_to_write_the_folder_hides_a_private_start(
         read_start(tower, public=True)
 
 
+@pytest.mark.costly
 def test_a_data_set_counts_the_model_that_a_run_starts_from_once(tmp_path: Path) -> None:
     ledger = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 50.0}
     parent, child, counted = (tmp_path / name for name in ("parent", "child", "counted"))
@@ -289,6 +295,7 @@ def test_a_data_set_counts_the_model_that_a_run_starts_from_once(tmp_path: Path)
         train(tmp_path / "late", parent, **tight)
 
 
+@pytest.mark.costly
 def test_a_start_that_was_resumed_at_its_end_is_counted_once_and_a_run_from_it_goes_on(tmp_path: Path) -> None:
     ledger = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 50.0}
     parent, children = tmp_path / "parent", [tmp_path / "one", tmp_path / "two"]
@@ -302,6 +309,7 @@ def test_a_start_that_was_resumed_at_its_end_is_counted_once_and_a_run_from_it_g
     assert total == pytest.approx(epsilon(made, delta=1 / 400, neighbours="zero_out"), rel=1e-9)
 
 
+@pytest.mark.costly
 def test_copies_of_a_start_that_went_on_by_themselves_are_counted_both(tmp_path: Path) -> None:
     ledger = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 50.0}
     parents = [tmp_path / "parent", tmp_path / "copy"]

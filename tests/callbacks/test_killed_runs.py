@@ -204,6 +204,7 @@ AVERAGES: dict[str, Callable[[], list[Callback]]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("average", AVERAGES.values(), ids=list(AVERAGES))
 def test_a_run_killed_in_double_precision_repeats_its_steps_bit_by_bit(
     average: Callable[[], list[Callback]], tmp_path: Path

@@ -331,6 +331,7 @@ def trained(folder: Path, logger: Any) -> Watch:
     return watch
 
 
+@pytest.mark.costly
 def test_what_is_public_is_told_when_training_is_over_and_nothing_private_ever(made: Made, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -362,6 +363,7 @@ def test_mlflow_gets_the_claim_as_tags_and_the_card_as_artifacts(
     assert len(list((tmp_path / "mlartifacts").rglob("privacy_card.json"))) == 1, "beside the database, not in one run"
 
 
+@pytest.mark.costly
 def test_tensorboard_shows_the_claim_beside_the_curves_and_a_second_run_its_own_file(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

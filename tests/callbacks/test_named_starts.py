@@ -22,6 +22,7 @@ from lit_dpret.errors import LitDpretError
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 
 
+@pytest.mark.costly
 def test_a_start_that_is_named_counts_what_trained_it(tmp_path: Path) -> None:
     module = trained_by("dp", tmp_path / "first")
     counting = PrivacyAccountant(run_dir=tmp_path / "second", init_from=tmp_path / "first", eps_log_points=1)
@@ -112,6 +113,7 @@ def test_a_start_that_is_declared_public_is_no_declaration_for_what_came_after_i
     ))  # fmt: skip
 
 
+@pytest.mark.costly
 def test_all_that_a_run_saved_may_be_loaded_to_start_from_it(
     tmp_path: Path, another_process: Callable[[], None]
 ) -> None:
@@ -147,6 +149,7 @@ def wider(module: nn.Module) -> None:
     module.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("changed", [as_loaded, nn.Module.bfloat16, nn.Module.half, with_a_new_head, wider])
 def test_weights_that_no_file_of_the_named_run_holds_are_assumed_to_be_of_it_and_so_it_says(
     changed: Callable[[nn.Module], Any], tmp_path: Path, another_process: Callable[[], None]

@@ -95,6 +95,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("neighbours", NEIGHBOURS)
 def test_noise_that_is_silently_missing_behind_a_claim_of_eps_2_is_caught(
     neighbours: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -105,6 +106,7 @@ def test_noise_that_is_silently_missing_behind_a_claim_of_eps_2_is_caught(
     assert card_of(folder)["empirical"]["results"][0]["eps_lower"] > 2.0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("neighbours", NEIGHBOURS)
 def test_the_honest_mechanism_of_the_same_settings_is_not_flagged(neighbours: str, tmp_path: Path) -> None:
     audited(tmp_path, **settings_for(neighbours, tmp_path))
@@ -112,6 +114,7 @@ def test_the_honest_mechanism_of_the_same_settings_is_not_flagged(neighbours: st
     assert found["eps_lower"] <= card_of(tmp_path)["claim"]["epsilon"] and found["n"] == CANARIES
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("broken", [True, pytest.param(False, marks=slow)])
 def test_a_fixed_batch_of_canaries_behind_a_claim_of_poisson_sampling_is_caught(
     broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -201,6 +204,7 @@ def test_a_run_that_is_finished_already_is_judged_alike_again(short: Path, tmp_p
     assert card_of(tmp_path)["empirical"]["results"] == before  # and what is said already is not said again
 
 
+@pytest.mark.costly
 def test_a_resume_with_another_audit_is_refused(killed: Path, tmp_path: Path) -> None:
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     with pytest.raises(ResumeError, match="count was 300 and is 200 now"):
@@ -295,6 +299,7 @@ def test_a_run_that_cannot_be_audited_is_refused_with_the_reason(tmp_path: Path)
         audit._refuse(trainer(callbacks=[audit]), nothing, log)
 
 
+@pytest.mark.costly
 def test_an_audit_that_could_not_contradict_the_claim_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The ceilings are those of this callback, which guesses four canaries in five and tries three shares."""
 
@@ -388,6 +393,7 @@ FAMILIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.like(5)
 @pytest.mark.parametrize("unit", ["query", pytest.param("pair", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -109,6 +109,7 @@ def test_a_mode_of_ones_own_is_believed_by_the_card_and_its_fact_stands_there_an
     assert [one.check for one in verify_chain(tmp_path / "run").failed][:1] == ["numbers"]
 
 
+@pytest.mark.costly
 def test_another_fact_of_a_mode_on_resume_is_refused_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

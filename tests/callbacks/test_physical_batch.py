@@ -46,6 +46,7 @@ def auto(**settings: Any) -> Numbers:
     return data
 
 
+@pytest.mark.costly
 def test_the_size_is_found_on_rows_of_nobody_before_the_first_release_and_written_into_the_plan(tmp_path: Path) -> None:
     module = Growing(room=11, privacy=dp(tmp_path))
     before = [p.detach().clone() for p in module.parameters()]
@@ -200,6 +201,7 @@ class Fails(Callback):
         raise MemoryError("no room")
 
 
+@pytest.mark.costly
 def test_a_resume_that_fails_before_its_first_step_takes_nothing_from_the_next_one(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with pytest.raises(Killed):
@@ -210,6 +212,7 @@ def test_a_resume_that_fails_before_its_first_step_takes_nothing_from_the_next_o
     assert released(folder) == list(range(STEPS))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("sampling", ["truncated_poisson", pytest.param("poisson", marks=pytest.mark.slow)])
 def test_two_ranks_go_on_with_physical_batches_of_another_size(sampling: str, server: Server, tmp_path: Path) -> None:
     folder = tmp_path / "run"

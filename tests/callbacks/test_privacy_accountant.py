@@ -99,6 +99,7 @@ class StretchTo(Callback):
         trainer.fit_loop.epoch_loop.max_steps = self.steps
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("killed_at", "repeated"), [(1, 1), (4, 2)])  # the last checkpoint is at step 0, and 2
 def test_a_killed_run_resumes_to_the_weights_and_epsilon_of_an_uninterrupted_one(
     tmp_path: Path, killed_at: int, repeated: int
@@ -116,6 +117,7 @@ def test_a_killed_run_resumes_to_the_weights_and_epsilon_of_an_uninterrupted_one
     assert len(replays) == repeated, "steps after the last checkpoint are repeated, not paid for again"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("replay", ["never", "auto"])
 def test_steps_that_were_made_again_are_charged_and_the_card_says_what_that_takes_on_trust(
     replay: str, tmp_path: Path
@@ -134,6 +136,7 @@ def test_steps_that_were_made_again_are_charged_and_the_card_says_what_that_take
         assert [each["holds"] for each in told] == ["unverified"] and "2 steps" in told[0]["text"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("made", [0, 3])
 def test_a_run_that_goes_on_with_another_secret_warns_and_its_card_assumes_that_its_data_are_the_same(
     made: int, tmp_path: Path
@@ -238,6 +241,7 @@ def test_a_resume_names_the_setting_that_was_changed_and_not_the_noise_that_foll
     assert "noise_multiplier" not in str(found.value)
 
 
+@pytest.mark.costly
 def test_a_run_without_budget_for_its_last_steps_is_finished_with_those_that_it_made(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"noise_multiplier": None}  # whoever calibrates it to fewer steps gets another one
     folder = killed_run(tmp_path, 3, **settings)
@@ -261,6 +265,7 @@ def test_a_run_without_budget_for_its_last_steps_is_finished_with_those_that_it_
     assert records(folder)[-1]["kind"] == "end" and records(folder)[-1]["steps"] == made_steps
 
 
+@pytest.mark.costly
 def test_a_resume_with_fewer_steps_claims_those_that_were_planned(killed: Path, tmp_path: Path) -> None:
     fit(killed, seeded(tmp_path), resume=True, extra=[PrivacyCard(run_dir=killed)], steps=4)
     assert len(noise_keys(records(killed))) == 4
@@ -269,6 +274,7 @@ def test_a_resume_with_fewer_steps_claims_those_that_were_planned(killed: Path, 
     assert read_card(killed)["claim"]["epsilon"] == pytest.approx(read_card(tmp_path / "whole")["claim"]["epsilon"])
 
 
+@pytest.mark.costly
 def test_a_mode_that_says_that_it_adds_less_noise_is_charged_for_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +329,7 @@ class SeesItsWeights(Callback):
         pl_module.log("val/spread", torch.tensor(0.0))
 
 
+@pytest.mark.costly
 def test_a_run_that_a_released_number_stopped_claims_the_epsilon_of_its_plan(tmp_path: Path) -> None:
     """How many steps it made is then an outcome of the mechanism, and no number that was fixed before."""
     stop = EarlyStopping(monitor="val/spread", patience=1, check_on_train_epoch_end=True)

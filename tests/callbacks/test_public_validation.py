@@ -53,6 +53,7 @@ def validation(**settings: Any) -> PublicValidation:
     return PublicValidation(public(), **{"metrics": NAMES, "every_n_steps": 2} | settings)
 
 
+@pytest.mark.costly
 def test_the_numbers_are_those_of_the_trainers_own_validation(tmp_path: Path) -> None:
     module, callback = Measured(), validation()
     trainer = fit(tmp_path, made(module), callbacks=[callback], max_steps=4)
@@ -65,6 +66,7 @@ def test_the_numbers_are_those_of_the_trainers_own_validation(tmp_path: Path) ->
     assert said["holds"] == "unverified" and card["claim"]["guarantee"] == "dp"
 
 
+@pytest.mark.costly
 def test_a_run_is_the_same_with_and_without_it(tmp_path: Path) -> None:
     found = []
     for name, callbacks in (("with", [validation()]), ("without", [])):
@@ -100,6 +102,7 @@ def keeping_loss(model: Any, batch: Any) -> Tensor:
     return found
 
 
+@pytest.mark.costly
 def test_nothing_that_training_keeps_is_in_a_public_metric(tmp_path: Path) -> None:
     found = []
     for name, loss in (("keeps", keeping_loss), ("keeps nothing", row_loss)):
@@ -127,6 +130,7 @@ class KeepsTensors(Measured):
         self.curve = np.append(self.curve, float(found))
 
 
+@pytest.mark.costly
 def test_a_public_validation_may_keep_tensors_and_others_may_not(tmp_path: Path) -> None:
     module = KeepsTensors()
     fit(tmp_path / "keeps", made(module), callbacks=[validation(every_n_steps=1)], max_steps=6)
@@ -142,6 +146,7 @@ def test_a_public_validation_may_keep_tensors_and_others_may_not(tmp_path: Path)
         fit(tmp_path / "writes", made(KeepsTensors()), callbacks=callbacks, max_steps=6)
 
 
+@pytest.mark.costly
 def test_the_patience_of_early_stopping_counts_validations(tmp_path: Path) -> None:
     """With so large a threshold nothing is an improvement after the first."""
     stop = EarlyStopping("val_loss", min_delta=100.0, patience=2)
@@ -149,6 +154,7 @@ def test_the_patience_of_early_stopping_counts_validations(tmp_path: Path) -> No
     assert card_in(tmp_path)["mechanism"]["steps_done"] == 3
 
 
+@pytest.mark.costly
 def test_a_checkpoint_is_chosen_by_it_and_resumed_from(tmp_path: Path) -> None:
     kept = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", every_n_train_steps=2, save_top_k=-1)
     fit(tmp_path / "run", made(Measured()), callbacks=[validation(), kept])

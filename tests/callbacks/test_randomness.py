@@ -70,6 +70,7 @@ def equal(first: Trace, second: Trace) -> tuple[bool, bool]:
     return same, first.draws == second.draws
 
 
+@pytest.mark.costly
 def test_the_public_seed_decides_neither_noise_nor_coins_and_the_secret_both(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     run = traced(tmp_path / "a", tmp_path, seed=0)
@@ -108,6 +109,7 @@ def test_the_card_names_the_generator_that_made_the_noise(
     assert any(words in gap for gap in card["not_covered"]) is not secure
 
 
+@pytest.mark.costly
 def test_noise_by_a_published_seed_repeats_and_leaves_no_claim_on_the_card(tmp_path: Path) -> None:
     seeded = [traced(tmp_path / name, tmp_path, seed=seed, noise_seed=7) for name, seed in (("a", 0), ("b", 1))]
     other = traced(tmp_path / "c", tmp_path, seed=0, noise_seed=8)
@@ -138,6 +140,7 @@ def regression(folder: Path, **settings: Any) -> Regression:
     return Regression(privacy=dp(folder, **{"noise_multiplier": 2.0, "noise": "discrete"} | settings))
 
 
+@pytest.mark.costly
 def test_a_killed_run_repeats_its_step_bit_by_bit_and_ends_where_the_whole_one_does(tmp_path: Path) -> None:
     whole = regression(tmp_path, noise_seed=7)
     fit(tmp_path / "whole", whole)
@@ -156,6 +159,7 @@ def test_a_killed_run_repeats_its_step_bit_by_bit_and_ends_where_the_whole_one_d
     assert kinds.count("replay") == 1 and kinds.count("intent") == 6
 
 
+@pytest.mark.costly
 def test_the_card_of_a_run_says_which_noise_it_was_and_holds_against_its_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

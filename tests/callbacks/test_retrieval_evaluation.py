@@ -141,6 +141,7 @@ def test_a_checkpoint_may_be_chosen_by_a_public_metric_and_by_no_private_one(tmp
             fit(tmp_path / "second", retriever(tmp_path), Judged(), extra=[private, choosing])
 
 
+@pytest.mark.costly
 def test_another_datamodule_and_fewer_queries_can_be_evaluated_on(tmp_path: Path) -> None:
     class Broken(Judged):
         def evaluation_set(self, split: str) -> Any:

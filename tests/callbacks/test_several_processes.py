@@ -60,6 +60,7 @@ FAST = (
 )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "given", [pytest.param(given, id=name, marks=[] if name in FAST else pytest.mark.slow) for name, given in CASES]
 )
@@ -77,6 +78,7 @@ def test_two_ranks_make_the_update_and_the_ledger_of_one(given: dict[str, Any], 
     assert bool(shares) == ("clip_fraction_budget" in given.get("mode", {}))
 
 
+@pytest.mark.costly
 def test_two_ranks_keep_the_float32_masters_of_bfloat16_weights_and_go_on_from_them(
     server: Server, tmp_path: Path
 ) -> None:
@@ -99,6 +101,7 @@ def test_two_ranks_keep_the_float32_masters_of_bfloat16_weights_and_go_on_from_t
     assert torch.equal(read, masters[1].bfloat16().float()), "all steps are made: it ends with what it read"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("other", "named"),
     [
@@ -120,6 +123,7 @@ def test_a_rank_that_was_started_otherwise_is_refused_by_all_before_a_ledger_is_
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
+@pytest.mark.costly
 def test_ranks_that_begin_with_other_weights_train_those_of_rank_0(server: Server, tmp_path: Path) -> None:
     assert server.run("fit", tmp_path / "same") == [0, 0]
     assert server.run("fit", tmp_path / "shifted", shifted=True) == [0, 0]
@@ -142,6 +146,7 @@ def test_the_ledger_of_the_data_set_counts_a_run_once_however_many_ranks_it_has(
 # -- a module with a step of its own runs on several processes only where it adds up over them --
 
 
+@pytest.mark.costly
 def test_a_foreign_module_is_refused_on_two_processes_before_a_ledger_is_begun(server: Server, tmp_path: Path) -> None:
     assert server.run("foreign_loop:fit", tmp_path / "run") == [REFUSED] * 2
     for rank in (0, 1):
@@ -149,6 +154,7 @@ def test_a_foreign_module_is_refused_on_two_processes_before_a_ledger_is_begun(s
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
+@pytest.mark.costly
 def test_ranks_that_say_they_add_up_and_do_not_are_refused_before_any_noise(server: Server, tmp_path: Path) -> None:
     assert server.run("foreign_loop:fit", tmp_path / "run", declares=True) == [REFUSED] * 2
     for rank in (0, 1):
@@ -156,6 +162,7 @@ def test_ranks_that_say_they_add_up_and_do_not_are_refused_before_any_noise(serv
     assert not granted(tmp_path / "run")
 
 
+@pytest.mark.costly
 def test_a_foreign_module_that_adds_up_makes_the_same_update_on_both(server: Server, tmp_path: Path) -> None:
     assert server.run("foreign_loop:fit", tmp_path / "run", declares=True, adds_up=True) == [0, 0]
     assert told(tmp_path / "run", 0)["weights"] == told(tmp_path / "run", 1)["weights"]
@@ -207,6 +214,7 @@ def lose(server: Server, folder: Path, **doom: Any) -> None:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("kind", "on", "errors"),
     [
@@ -227,6 +235,7 @@ def test_what_one_rank_finds_out_late_leaves_no_claim(
     assert found and all(isinstance(release, NonPrivateRelease) for release in found)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("whose", [0, pytest.param(1, marks=SLOW)])
 def test_a_killed_rank_ends_the_job_in_words_and_the_run_goes_on(whose: int, server: Server, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -240,6 +249,7 @@ def test_a_killed_rank_ends_the_job_in_words_and_the_run_goes_on(whose: int, ser
     assert told(folder, 0)["weights"] == told(folder, 1)["weights"] == told(tmp_path / "whole", 0)["weights"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("whose", [pytest.param(0, marks=SLOW), 1])
 def test_a_rank_that_dies_while_getting_ready_leaves_a_run_that_can_start(
     whose: int, server: Server, tmp_path: Path
@@ -272,6 +282,7 @@ def test_a_sigterm_ends_the_job_after_the_step_and_it_goes_on(whose: int, server
     assert sorted(set(granted(folder))) == [(0, step) for step in range(STEPS)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("how", "reason"), [("error", "failed"), pytest.param("interrupt", "WorkerError", marks=SLOW)])
 def test_why_another_rank_went_decides_about_the_claim(how: str, reason: str, server: Server, tmp_path: Path) -> None:
     doom = {"whose": 1, "at": 3, "how": how, "where": "batch end"}  # rank 0 is done with its batch, and waits
@@ -283,6 +294,7 @@ def test_why_another_rank_went_decides_about_the_claim(how: str, reason: str, se
     assert end["reason"] == reason
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("before", "after"), [pytest.param(1, 2, marks=SLOW), (2, 1)])
 def test_another_number_of_ranks_goes_on_with_fresh_noise_and_charges_it(
     before: int, after: int, server: Server, tmp_path: Path

@@ -31,6 +31,7 @@ from lit_dpret.modules.query_generator import QueryGenerator
 SPARSE = {"size": 40, "expected_batch_size": None, "sample_rate": 0.03, "physical_batch_size": 2}
 
 
+@pytest.mark.costly
 def test_shards_make_the_update_and_the_ledger_of_one_process(server: Server, tmp_path: Path) -> None:
     mode = {"name": "dp_sgd", "clip_fraction_budget": 0.1}
     for world in (1, 2):
@@ -45,6 +46,7 @@ def test_shards_make_the_update_and_the_ledger_of_one_process(server: Server, tm
     assert told_by[0].count("privacy/clip_fraction") == 12 and told_by[0] == told_by[1]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("way", "strategy"),
     [
@@ -62,6 +64,7 @@ def test_weights_with_a_private_number_beside_them_are_not_published(
     assert not list(tmp_path.rglob("weights.pt"))
 
 
+@pytest.mark.costly
 def test_what_was_beside_the_weights_at_the_start_is_published_with_them(server: Server, tmp_path: Path) -> None:
     assert server.run("shard_jobs:kept_private", tmp_path / "run", way="none", strategy="fsdp", timeout=60) == [0, 0]
     assert "frozen.weight" in torch.load(tmp_path / "run" / "model" / "weights.pt", weights_only=True)
@@ -71,6 +74,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     return float((weights(one) - weights(other)).abs().max())
 
 
+@pytest.mark.costly
 def test_a_parameter_is_cut_gathered_added_up_and_noised_as_if_it_were_whole(server: Server, tmp_path: Path) -> None:
     assert server.run("shard_jobs:pieces", tmp_path, world=3) == [0] * 3
     for rank in range(3):
@@ -86,6 +90,7 @@ def test_a_parameter_is_cut_gathered_added_up_and_noised_as_if_it_were_whole(ser
         assert "Parameter scale" in seen["refused"]
 
 
+@pytest.mark.costly
 def test_rank_0_writes_the_one_model_that_one_process_would_write(server: Server, tmp_path: Path) -> None:
     assert server.run("shard_jobs:generate", tmp_path / "1", world=1, sharded=False) == [0]
     assert server.run("shard_jobs:generate", tmp_path / "2") == [0, 0]
@@ -109,6 +114,7 @@ def test_rank_0_writes_the_one_model_that_one_process_would_write(server: Server
 RESUMES = [(2, 1), (2, 2), (1, 2)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("before", "after"),
     [pytest.param(*worlds, marks=[] if worlds == (2, 1) else pytest.mark.slow) for worlds in RESUMES],
@@ -241,6 +247,7 @@ def test_float32_copies_in_the_optimizer_are_refused_beside_those_that_the_shard
     refuse(tmp_path, ShardingStrategy(), OptimizerSpec(name="adam"), precision="bf16-mixed")
 
 
+@pytest.mark.costly
 def test_a_rank_that_ran_out_of_memory_begins_its_step_again_in_smaller_batches(server: Server, tmp_path: Path) -> None:
     """Parameters are whole while gradients are clipped, so that a rank may make more passes than another one."""
     data = {"sample_rate": 0.1, "expected_batch_size": None, "physical_batch_size": 4}
@@ -252,6 +259,7 @@ def test_a_rank_that_ran_out_of_memory_begins_its_step_again_in_smaller_batches(
     assert ledger(tmp_path / "whole") == ledger(tmp_path / "short")
 
 
+@pytest.mark.costly
 def test_the_size_that_fits_is_found_in_shards_and_is_that_of_the_rank_with_the_least_room(
     server: Server, tmp_path: Path
 ) -> None:

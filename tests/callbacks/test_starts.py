@@ -85,6 +85,7 @@ def test_a_checkpoint_that_is_not_of_the_run_is_refused_and_its_weights_are_not_
     refused(tmp_path / "again", module)
 
 
+@pytest.mark.costly
 def test_a_resume_of_the_same_run_goes_on_and_so_does_a_second_fit_in_its_folder(tmp_path: Path) -> None:
     for mode in ("dp", "none"):
         folder = tmp_path / mode / "first"
@@ -211,6 +212,7 @@ def picked_out(one: Kept, folder: Path) -> Any:
     return fresh
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", [averages, picked_out])
 def test_weights_of_no_known_origin_are_refused_or_declared_on_the_card(
     way: Callable[[Kept, Path], Any], tmp_path: Path, another_process: Callable[[], None]

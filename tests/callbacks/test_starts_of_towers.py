@@ -148,6 +148,7 @@ def one_net() -> Any:
 MAKERS = [its_adapters_merged, two_towers, a_head_folded_in, one_net]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "make", [pytest.param(make, marks=[] if make is a_head_folded_in else pytest.mark.slow) for make in MAKERS],
     ids=lambda make: make.__name__,
@@ -234,6 +235,7 @@ def test_a_ledger_that_is_not_of_a_folder_refuses_nothing(tmp_path: Path) -> Non
 # -- honest runs -----------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("ready", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_public_frozen_encoder_passes_again_and_again(ready: bool, tmp_path: Path) -> None:
     public = tower()
@@ -271,6 +273,7 @@ def test_a_folder_that_is_declared_public_is_believed_whichever_run_wrote_it(
     train(tmp_path / "second", private(tmp_path, written), accountant=counting)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "named", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["init_from", "model.encoder"]
 )
@@ -299,6 +302,7 @@ def test_the_folder_of_a_run_without_privacy_names_the_private_run_that_it_began
     assert raised.value.trap == "T30"
 
 
+@pytest.mark.costly
 def test_a_source_of_negatives_that_served_another_run_brings_none_of_its_weights(tmp_path: Path) -> None:
     source = StaticNegatives(depth=8)
     train(tmp_path / "first", dual(NoPrivacy(), encoder=tower(), negatives={"static": source}))

@@ -63,6 +63,7 @@ def files(folder: Path, seconds_per_token: float) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
+@pytest.mark.costly
 def test_runs_that_differ_in_the_time_of_their_steps_alone_leave_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,6 +199,7 @@ def private_data(folder: Path) -> PairsDataModule:
     return PairsDataModule(folder=folder / "data", sampling="poisson", expected_batch_size=4, physical_batch_size=16)
 
 
+@pytest.mark.costly
 def test_a_run_goes_on_with_the_labels_that_it_began_with_and_no_others(tmp_path: Path) -> None:
     labels(tmp_path / "labels.tsv")
     fit(tmp_path / "run", module_of(tmp_path), private_data(tmp_path), steps=2)

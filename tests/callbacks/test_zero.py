@@ -70,6 +70,7 @@ def compare(zero_server: ZeroServer, runs: Path, stage: str, given: dict[str, An
     assert alone == shared and len(alone) == 5 * ("clip_fraction_budget" in given.get("mode", {}))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", ["stage 2", pytest.param("stage 3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["buffer", "extra state", "none"])
 def test_weights_are_published_without_a_private_number_beside_them(
@@ -84,6 +85,7 @@ def test_weights_are_published_without_a_private_number_beside_them(
 FAST = ("stage 2", "stage 3, all in host memory")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=[] if s in FAST else pytest.mark.slow) for s in STAGES])
 def test_a_t5_takes_the_update_and_the_ledger_of_one_process(stage: str, zero_server: ZeroServer, alone: Path) -> None:
     compare(zero_server, alone / "t5", stage, {"module": "t5", "data": SPARSE})
@@ -106,6 +108,7 @@ def test_every_mode_takes_the_update_and_the_ledger_of_one_process(
     compare(zero_server, alone / name, stage, MODES[name])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("stage", "bf16"),
     [("stage 2", True), *[pytest.param(s, b, marks=pytest.mark.slow) for s in STAGES for b in (False, True)

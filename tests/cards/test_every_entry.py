@@ -210,6 +210,7 @@ def test_no_block_of_the_copy_in_the_model_folder_can_be_edited(run: Path) -> No
     assert len(tried) > 30
 
 
+@pytest.mark.costly
 def test_a_copy_that_was_edited_by_hand_is_rejected_and_so_are_its_pages(run: Path) -> None:
     names = ("privacy_card.json", "privacy_card.md", "privacy_card.html")
     texts = {name: (run / "model" / name).read_text(encoding="utf-8") for name in names}

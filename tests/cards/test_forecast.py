@@ -42,6 +42,7 @@ def of(law: Any, neighbours: Any, accountant: Any = "pld", steps: int = STEPS) -
     return epsilon([steps_of(law, steps)], delta=DELTA, neighbours=neighbours, accountant=accountant)
 
 
+@pytest.mark.costly
 def test_each_cell_is_the_epsilon_of_that_law_and_relation() -> None:
     rows = epsilon_matrix(PLAN)
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
@@ -150,6 +151,7 @@ def test_cells_at_the_corners_are_as_close_under_replace_one(eps: float, batch: 
     assert epsilon([GaussianRelease(noise_multiplier=found, law=law, count=steps)], **promise) <= eps
 
 
+@pytest.mark.costly
 def test_the_floor_is_what_as_many_steps_without_sampling_would_need(table: dict[str, Any]) -> None:
     cell = cells(table)[256, table["epochs"].index(6.0)]
     unsampled = calibrate_noise(eps=2.0, delta=HALF, neighbours="zero_out", law=FullBatch(), steps=cell["steps"])

@@ -221,6 +221,7 @@ def test_protocols_that_cannot_be_registered_are_refused_before_the_run(tmp_path
         card.setup(accounted, Regression(privacy=NoPrivacy()), "fit")  # type: ignore[arg-type]
 
 
+@pytest.mark.costly
 def test_no_card_ledger_set_model_or_index_tells_where_it_was_made(made: Chain) -> None:
     files = [path for path in made.root.rglob("*") if path.is_file()]
     # Lightning keeps the place of each checkpoint inside it; they are for going on, and a model folder is handed on.

@@ -74,6 +74,7 @@ def test_a_card_of_each_law_unit_and_relation_follows_the_schema(plan: Any, tmp_
     assert complaints(read_card(tmp_path)) == complaints(made_from(tmp_path)) == []
 
 
+@pytest.mark.costly
 def test_cards_without_a_guarantee_and_with_all_that_a_run_can_add_follow_the_schema(tmp_path: Path) -> None:
     run = Run(tmp_path / "b", make_plan()).train(2)
     cards = [

@@ -159,6 +159,7 @@ def of_one_person(*runs: tuple[int, int]) -> float:
     return float(total.get_epsilon_for_delta(DELTA))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "bounds", [(2, 10), *(pytest.param(bounds, marks=pytest.mark.slow) for bounds in ((10, 2), (1, 10)))]
 )

@@ -50,6 +50,7 @@ def cost(*folders: Path, delta: float) -> float:
     return epsilon(releases, delta=delta, neighbours="zero_out")
 
 
+@pytest.mark.costly
 def test_the_claim_is_that_of_the_generator_and_of_this_run_together(chain: Chain) -> None:
     alone = cost(chain.generator, delta=read_card(chain.generator)["claim"]["delta"])
     card = read_card(fit(chain, "run"))
@@ -70,6 +71,7 @@ def test_the_claim_is_that_of_the_generator_and_of_this_run_together(chain: Chai
     assert before and {f"Of encoder: {text}" for text in before} <= stated
 
 
+@pytest.mark.costly
 def test_two_trainings_from_one_synthetic_start_count_its_generator_once(chain: Chain) -> None:
     total = chain.root / "total.jsonl"
     for name in ("one", "two"):

@@ -94,6 +94,7 @@ def test_a_measurement_is_of_the_planned_rows_and_lengths() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)), "it really stepped"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("settings", "half"), [
     ({}, False),
     *(

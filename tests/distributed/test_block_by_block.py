@@ -21,6 +21,7 @@ BY_BLOCK: dict[str, tuple[int, dict[str, Any]]] = {
 SLOW = ("three ranks", "ghost_tf32", "memory runs out in a forward pass")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("world", "given"),
     [pytest.param(*one, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, one in BY_BLOCK.items()],
@@ -59,6 +60,7 @@ def test_no_handler_of_errors_goes_on_after_another_rank_began_again() -> None:
     assert not store._has_to_begin
 
 
+@pytest.mark.costly
 def test_where_blocks_are_gathered_one_by_one_all_ranks_begin_again_with_it(server: Server, tmp_path: Path) -> None:
     assert server.run("shard_jobs:generate", tmp_path / "whole") == [0, 0]
     assert server.run("shard_jobs:generate", tmp_path / "short", short_at=9) == [0, 0]

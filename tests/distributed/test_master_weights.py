@@ -64,6 +64,7 @@ def test_updates_too_small_for_bfloat16_add_up_in_the_master() -> None:
     assert torch.equal(alone, torch.ones(4).bfloat16()), "without a master nothing would have been learnt"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("settings", OPTIMIZERS, ids=lambda settings: settings["name"])
 def test_a_checkpoint_brings_the_masters_back_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:
     ends = []

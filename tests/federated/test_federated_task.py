@@ -419,6 +419,7 @@ def test_what_stage_1_saved_is_a_start_of_another_run_and_a_transformer_for_each
         replace(made, encoder=str(separate.save_model(tmp_path / "two"))).check()
 
 
+@pytest.mark.costly
 def test_the_global_encoder_of_stage_1_is_saved_for_other_tasks_and_is_no_public_start_of_a_claim(
     tmp_path: Path,
 ) -> None:
@@ -444,6 +445,7 @@ def test_the_global_encoder_of_stage_1_is_saved_for_other_tasks_and_is_no_public
     assert {run.privacy for run in noted_in(encoder)} == {"federated"}, "what refuses it in every other run"
 
 
+@pytest.mark.costly
 def test_under_a_budget_the_page_counts_public_sentences_and_the_saved_encoder_does_not_measure_its_silos_as_public(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

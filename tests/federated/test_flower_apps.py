@@ -43,6 +43,7 @@ def unmeasured(run: Run) -> Run:
 # -- the same as in one process -----------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("request_", "seal", "epochs"),
     [("exact", False, 1), pytest.param("none", False, 1, marks=pytest.mark.slow),
@@ -78,6 +79,7 @@ def test_by_messages_the_same_weights_and_measures_come_out_as_in_one_process(
         assert down[kind] < 3 * weights, kind
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "hidden", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in clear", "masked, sealed"]
 )
@@ -198,6 +200,7 @@ def test_a_server_gets_no_round_and_no_request_that_the_silos_settings_do_not_pl
     assert not list((tmp_path / "flower" / "client0").glob("stage1-*"))
 
 
+@pytest.mark.costly
 def test_a_round_has_one_answer_the_same_in_every_bit_also_for_another_run_of_flower(tmp_path: Path) -> None:
     first = Asking(tmp_path, only_stage1())
     one = first.train(0, first.start)

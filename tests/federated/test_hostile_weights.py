@@ -189,6 +189,7 @@ def moved(sums: list[Tensor]) -> float:
     return float((sums[0] - sums[half]).norm())
 
 
+@pytest.mark.costly
 @every_hostile
 @pytest.mark.parametrize("settings", [
     pytest.param(PRIVATE, id="words"), pytest.param(ONLY_STATIC, id="static", marks=pytest.mark.slow),
@@ -217,6 +218,7 @@ def test_under_a_budget_no_message_tells_of_the_word_and_a_sum_moves_by_no_more_
     assert measured["head"]["withheld"] is True
 
 
+@pytest.mark.costly
 @every_hostile
 def test_masks_and_seals_tell_of_no_summand_and_of_no_measure_that_failed(spoil: Any, tmp_path: Path) -> None:
     for name, settings in (
@@ -236,6 +238,7 @@ def test_masks_and_seals_tell_of_no_summand_and_of_no_measure_that_failed(spoil:
                 assert heard["head"]["withheld"] is False and heard["others"] == ["head", "measures"]
 
 
+@pytest.mark.costly
 def test_a_round_that_failed_cannot_be_told_by_asking_for_it_again_after_a_later_one(tmp_path: Path) -> None:
     both = Neighbours(tmp_path, replace(FREE, secure_sum=True, stage1=replace(FREE.stage1, rounds=3)))
     spoilt = both.spoilt(of_word(1e25))
@@ -264,6 +267,7 @@ def fails_with_the_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AS2DualEncoder, "per_row_loss", per_row_loss)
 
 
+@pytest.mark.costly
 def test_a_query_that_fails_for_any_reason_counts_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its batch fails with it, as the check does that rows do not depend on each other."""
     fails_with_the_word(monkeypatch)

@@ -152,6 +152,7 @@ def moments(*every_day: str, **named: Callable[[], None]) -> Any:
     ])  # fmt: skip
 
 
+@pytest.mark.costly
 @moments(
     "step_announced",
     ledger_begun=at_record("plan", "stage1-000", after=True),
@@ -263,6 +264,7 @@ def test_a_federation_of_which_a_silo_has_nothing_left_ends_and_says_so(tmp_path
         assert_within_budget(one)
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("no_repeats")
 def test_what_is_still_to_come_is_left_out_where_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -301,6 +303,7 @@ def test_a_repeat_that_fails_at_a_step_is_charged_with_what_was_announced_and_no
     assert_within_budget(one)
 
 
+@pytest.mark.costly
 def test_centroids_of_a_collection_that_were_broken_off_are_released_within_their_budget(tmp_path: Path) -> None:
     settings = replace(
         SETTINGS,
@@ -320,6 +323,7 @@ def test_centroids_of_a_collection_that_were_broken_off_are_released_within_thei
     assert 0.9 * 5.0 < spent_together([path], accountant="rdp") <= 5.0
 
 
+@pytest.mark.costly
 def test_what_still_goes_on_is_not_settled(tmp_path: Path) -> None:
     one = client(tmp_path)
     assert isinstance(one.ledger, SiloLedger)

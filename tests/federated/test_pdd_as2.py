@@ -148,6 +148,7 @@ def test_a_client_that_sends_nan_or_wrong_shapes_is_named_and_the_mean_is_that_o
             run.aggregate(run.start, {"client1": updates["client1"]}, 1)
 
 
+@pytest.mark.costly
 def test_under_a_budget_rounds_requests_and_stages_are_charged_to_each_silo_and_stay_within(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +247,7 @@ def test_on_planted_dialects_a_personal_query_encoder_beats_the_shared_one(tmp_p
     assert found["bm25"] < found["stage1"] < found["stage2"] - 0.1, found
 
 
+@pytest.mark.costly
 def test_a_run_without_a_budget_is_repeated_by_its_seed(tmp_path: Path) -> None:
     settings = replace(SMALL, stage1=replace(SMALL.stage1, warmup_rounds=0), stage2=replace(SMALL.stage2, epochs=0))
     two = replace(SIZE, clients=2, entities=4)

@@ -408,6 +408,7 @@ def anything(draw: np.random.Generator) -> tuple[IsolatingServer, list[set[int]]
     return server, server.sums(withheld, lists)
 
 
+@pytest.mark.costly
 def test_whatever_a_server_draws_up_it_is_left_with_one_sum_of_enough_honest_silos_or_none() -> None:
     draw, seen = np.random.default_rng(0), []
     for _ in range(150):

@@ -345,6 +345,7 @@ def test_every_passage_is_asked_for_in_the_words_of_its_answer_and_no_train_ques
     assert (made.sentences, made.passages) == (silo.sentences, silo.passages)
 
 
+@pytest.mark.costly
 def test_what_trains_on_them_is_the_same_whoever_asked_and_leaves_no_copy(tmp_path: Path) -> None:
     own = PddAs2(stage1=Stage1(warmup_rounds=0, rounds=1, batch_size=4, bm25_n=1, static_n=1, top_k=4, lr=3e-3))
 

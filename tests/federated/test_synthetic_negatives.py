@@ -120,6 +120,7 @@ def test_a_verified_set_is_charged_once_to_its_silos_ledger(world: Path) -> None
     assert 0.5 * EPS < ledger_of(world).epsilon() <= EPS
 
 
+@pytest.mark.costly
 def test_generator_and_rounds_are_one_budget(world: Path) -> None:
     before = ledger_of(world).epsilon()
     one_round = replace(PRIVATE.stage1, warmup_rounds=0)
@@ -138,6 +139,7 @@ def test_generator_and_rounds_are_one_budget(world: Path) -> None:
     assert len(charged) == 3  # the generator, the round, the personal encoder
 
 
+@pytest.mark.costly
 def test_answers_are_embeddings_of_synthetic_queries_by_the_sentence_encoder(world: Path) -> None:
     client = client0(world, ANSWERED)
     start, dim = client.model
@@ -190,6 +192,7 @@ def test_a_generator_that_the_ledger_does_not_cover_is_refused_before_any_noise(
     assert ledger_of(world).epsilon() <= EPS
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("replay", ["auto", "never"])
 def test_a_generator_that_was_broken_off_is_paid_for_once_or_within_the_budget(
     replay: str, world: Path, monkeypatch: pytest.MonkeyPatch
@@ -329,6 +332,7 @@ def test_a_set_under_another_guarantee_is_refused(world: Path) -> None:
         read_synthetic(silo(world), ledger, near=[world / "state" / "client0"])
 
 
+@pytest.mark.costly
 def test_a_silo_reads_no_set_that_was_not_verified_with_a_budget_and_without(world: Path) -> None:
     plain = replace(TRAINED, privacy=replace(TRAINED.privacy, eps=None))
     path = silo(world) / "synthetic" / "queries.jsonl"

@@ -78,6 +78,7 @@ def with_(settings: PddAs2, weighting: Any, request: Any, **more: Any) -> PddAs2
     return replace(settings, stage1=stage1, stage2=replace(settings.stage2, request=request), **more)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("weighting", "secure_sum", "request_", "seal"),
     [("uniform", False, "none", False), ("examples", False, "none", False), ("capped", True, "exact", False),
@@ -105,6 +106,7 @@ def test_the_number_of_train_queries_is_told_where_one_query_less_changes_what_o
         assert (silos != silos_less) == (row is not None and row.silos != "nothing")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("weighting", "secure_sum"), [("uniform", False), ("capped", True)])
 def test_under_a_budget_nothing_is_counted_by_a_message_and_epsilon_tells_the_number(
     weighting: str, secure_sum: bool, tmp_path: Path

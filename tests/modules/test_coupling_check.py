@@ -39,6 +39,7 @@ from lit_dpret.privacy.state_watch import StateWatch
 Patch = pytest.MonkeyPatch
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("module", COUPLED, ids=lambda module: module.__name__)
 def test_a_loss_that_couples_rows_is_refused_before_anything_is_released(module: type[Any], tmp_path: Path) -> None:
     refused(tmp_path, module)
@@ -127,6 +128,7 @@ def test_a_weight_that_is_written_in_any_step_is_refused_before_the_next_update(
     refused(tmp_path, WritesInTheSixthStep, named=r"net\.3\.bias")
 
 
+@pytest.mark.costly
 def test_a_resumed_run_is_looked_at_again(tmp_path: Path, monkeypatch: Patch) -> None:
     looked: list[int] = []
     company = Passes.compare_company
@@ -291,6 +293,7 @@ HONEST = [Plain, PlainInBlocks, Augmented, LastLoss, Caching, NoNumberInSomeReco
           TowerOfSomeRows, Checkpointed, DrawsLater, ReadsConstants]  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("module", "rows"), [*product(HONEST, ("one", "all")), (Learnt, "one")])
 def test_an_honest_module_trains(module: type[Any], rows: str, tmp_path: Path) -> None:
     train(tmp_path, module, data=Numbers(rows_per_unit=rows, physical_batch_size=4 if rows == "one" else 16))
@@ -334,6 +337,7 @@ def test_fixed_coins_give_a_row_the_same_in_a_batch_of_any_size() -> None:
     assert torch.equal(few, many[:2])
 
 
+@pytest.mark.costly
 def test_batches_of_one_unit_are_compared_with_those_before_them(tmp_path: Path) -> None:
     refused(tmp_path, Remembering, named="keeps of one batch", data=Numbers(physical_batch_size=1))
     train(tmp_path / "honest", Plain, data=Numbers(physical_batch_size=1))
@@ -424,6 +428,7 @@ class SaturatedAttention(Attention):
         return features | {"inputs": torch.where(large, 3e4 * features["inputs"], features["inputs"])}
 
 
+@pytest.mark.costly
 def test_gradients_that_consist_of_rounding_errors_are_refused(tmp_path: Path) -> None:
     refused(tmp_path / "saturated", SaturatedAttention, named=r"privacy\.engine=loop")
     train(tmp_path / "plain", Attention)

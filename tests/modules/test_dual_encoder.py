@@ -197,6 +197,7 @@ OTHERS = [name for name in TOWERS if name != "shared"]
 SOON = {*((mode, "shared") for mode in MODES), *zip(MODES, itertools.cycle(OTHERS), strict=False)}
 
 
+@pytest.mark.costly
 @pytest.mark.like(3)
 @pytest.mark.parametrize(
     ("name", "towers"),

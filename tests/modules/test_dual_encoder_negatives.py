@@ -324,6 +324,7 @@ def hard_negatives(path: Path) -> GoldNegatives:
     return GoldNegatives(file=path, lines_are_independent=True)
 
 
+@pytest.mark.costly
 def test_a_declared_file_stands_on_the_card_as_an_assumption_and_so_does_another_one_after_a_resume(
     tmp_path: Path,
 ) -> None:
@@ -407,6 +408,7 @@ def test_a_run_that_is_killed_inside_an_epoch_goes_on_with_that_epochs_negatives
     assert len(list((tmp_path / "private" / "b").iterdir())) == 2
 
 
+@pytest.mark.costly
 def test_where_no_rankings_are_kept_a_resumed_epoch_says_that_it_mines_again(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         epochs(tmp_path / "run", cache=None, kill=5)

@@ -231,6 +231,7 @@ def test_a_net_starts_from_the_folder_of_an_earlier_run(tmp_path: Path) -> None:
     assert second.pretrained == str(tmp_path / "model")  # the accountant asks whether that was private
 
 
+@pytest.mark.costly
 def test_a_private_run_is_continued_under_one_claim(tmp_path: Path) -> None:
     data, first = images(tiny.parquet(tmp_path / "images")), tmp_path / "first"
     fit(first, of_images(privacy=MODES["logit_dp"]()), data, steps=1, extra=[PrivacyCard(run_dir=first)])

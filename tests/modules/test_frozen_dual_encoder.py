@@ -98,6 +98,7 @@ def test_changing_one_query_changes_the_losses_and_gradients_of_its_own_rows_alo
             torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("cached", [True, False])
 def test_under_a_guarantee_no_query_has_a_say_in_another_ones_embedding(cached: bool, tmp_path: Path) -> None:
     texts = {f"q{i}": " ".join(WORDS[(7 * i + j * (1 + i % 5)) % 13] for j in range(1 + i % 11)) for i in range(100)}

@@ -119,6 +119,7 @@ def load(pretrained: Any, **settings: Any) -> QueryGenerator:
     return QueryGenerator(privacy=NoPrivacy(), optimizer=generator().optimizer_spec, pretrained=pretrained, **settings)
 
 
+@pytest.mark.costly
 def test_what_holds_no_generator_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "notes").mkdir()

@@ -157,6 +157,7 @@ def test_the_noise_that_is_subtracted_is_the_noise_that_arrives() -> None:
     assert measured == pytest.approx(mode.gradient_noise_std, rel=0.03)  # four standard errors of 20,000 draws
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["adam_bc", "adafactor"])
 def test_a_private_run_trains_and_resumes_bit_by_bit(name: str, tmp_path: Path) -> None:
     def module() -> Regression:

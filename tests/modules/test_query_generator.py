@@ -253,6 +253,7 @@ RUNS: dict[str, tuple[Callable[..., QueryGenerator], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", RUNS)
 def test_a_private_run_leaves_a_generator_with_a_card_that_writes_what_it_learnt(name: str, tmp_path: Path) -> None:
     make, settings, engine = RUNS[name]
@@ -279,6 +280,7 @@ def trained_prompt(folder: Path, *, resume: bool = False, seed: int = 0, extra: 
     return module
 
 
+@pytest.mark.costly
 def test_a_run_that_was_cut_off_goes_on_from_its_prompt(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         trained_prompt(tmp_path, extra=[KillAt(3)])
@@ -367,6 +369,7 @@ LONG_ROPE: dict[str, Any] = DECODERS["llama"] | {
 }  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("engine", ["ghost", "loop"])
 def test_rotary_positions_that_could_change_with_the_longest_text_are_held(engine: str, tmp_path: Path) -> None:
     """The model had written its choice, always the same one, into a buffer, and so was refused in the first batch."""

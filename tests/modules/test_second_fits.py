@@ -58,6 +58,7 @@ def pool_of(module: Any) -> Any:
     return module._pool_texts if isinstance(module, DualEncoder) else module.passage_embeddings.tolist()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["dual", "frozen"])
 def test_a_second_fit_learns_the_passages_and_negatives_of_its_own_data(kind: str, tmp_path: Path) -> None:
     def made(folder: Path) -> Any:

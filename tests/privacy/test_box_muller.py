@@ -102,6 +102,7 @@ def test_bits_are_those_of_a_scalar_program_and_near_the_exact_transform(words: 
 MANY = draw(1 << 22).numpy()
 
 
+@pytest.mark.costly
 def test_they_are_normal_as_four_million_of_them_tell() -> None:
     """The chance of a false alarm is 1e-6; a distribution function that is off by 0.0026 anywhere is found."""
     count = len(MANY)

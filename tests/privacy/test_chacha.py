@@ -92,6 +92,7 @@ print(hashed.hexdigest())
 """
 
 
+@pytest.mark.costly
 def test_processors_with_other_instructions_draw_the_same_bits() -> None:
     """PyTorch has kernels for each set of vector instructions, which round logarithms and cosines differently."""
     told = {

@@ -183,6 +183,7 @@ def test_the_sum_of_a_module_with_its_count_keeps_the_bound(clip_groups: Any) ->
     assert clip_groups == "per_layer" or report.sensitivity > 0.995
 
 
+@pytest.mark.costly
 def test_a_count_that_is_too_large_for_its_noise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = clip_fraction.coordinate
     monkeypatch.setattr(clip_fraction, "coordinate", lambda *args, **facts: 2 * real(*args, **facts))
@@ -190,6 +191,7 @@ def test_a_count_that_is_too_large_for_its_noise_is_found(monkeypatch: pytest.Mo
         Words(clip_fraction_budget=SHARE).check()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("bound", "expected"), [(1e-4, 1.0), (1e4, 0.0)])
 def test_a_run_tells_the_share_under_noise_and_its_ledger_and_card_stand_for_it(
     bound: float, expected: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -68,6 +68,7 @@ def test_a_block_with_too_few_kept_candidates_is_asked_for_more(monkeypatch: pyt
     assert np.array_equal(drawn, draw(1000, 20))
 
 
+@pytest.mark.costly
 def test_what_is_decided_fast_is_decided_alike_in_exact_arithmetic() -> None:
     bits, (x, w) = 30, exact_normal._words(KEY, 5, 1, 600, CPU)
     sizes, kept = exact_normal._candidates(KEY, 5, 1, 600, bits, CPU)

@@ -153,6 +153,7 @@ def is_slow(name: str, precision: str) -> bool:
     return name in SLOW or (precision != "bf16-mixed" and name != "module that knows of no shapes")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("accelerator", DEVICES)
 @pytest.mark.parametrize(
     ("name", "precision"),
@@ -173,6 +174,7 @@ def test_no_unit_moves_the_rows_of_another_one(tmp_path: Path, name: str, precis
     assert said is (precision in LOW), "the card says what low precision rests on"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "precision", ["bf16-mixed", *(pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS[::2])]
 )

@@ -149,6 +149,7 @@ def test_what_surrounds_the_drawing_changes_no_number(secure: bool, set_threads:
             assert not any(each.is_inference() for each in found)
 
 
+@pytest.mark.costly
 def test_constants_of_secure_noise_are_made_on_the_cpu() -> None:
     """A process whose first import stands under another default device."""
     code = (

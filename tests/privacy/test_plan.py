@@ -260,6 +260,7 @@ def facts(truncated: PrivacyPlan) -> dict[str, Any]:
     return describe_plan(truncated)
 
 
+@pytest.mark.costly
 def test_a_description_is_json_and_restates_the_plan(facts: dict[str, Any], truncated: PrivacyPlan) -> None:
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     assert PrivacyPlan.from_dict(facts["plan"]) == truncated
@@ -304,6 +305,7 @@ def test_the_description_under_add_or_remove_holds_nothing_but_declared_constant
     assert describe_plan(build(sampling="full_batch", steps=3))["knee"]["batches"][-1] == N
 
 
+@pytest.mark.costly
 def test_what_cannot_be_computed_is_empty_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "BUDGETS", (0.5, 1.0))
     facts = describe_plan(build(sampling="full_batch", steps=3))

@@ -251,6 +251,7 @@ class Drops(Regression):
         return found | {"inputs": found["inputs"] * kept}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("coin", COINS)
 def test_a_run_is_not_refused_because_two_draws_were_equal_by_luck(
     coin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -288,6 +289,7 @@ def test_a_loss_draws_from_torch_and_what_it_draws_elsewhere_for_each_row_is_ref
     assert refused.value.trap == "T11"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("coin", COINS)
 def test_what_a_loss_draws_follows_from_the_secret_and_not_from_the_public_seed(
     coin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,7 @@ def facts(neighbours: Any = "zero_out", **changes: Any) -> dict[str, Any]:
     return describe_plan(PrivacyPlan.build(budget, request, **settings | changes))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "made",
     [

@@ -78,6 +78,7 @@ def results(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "ablation.json").read_text(encoding="utf-8")))
 
 
+@pytest.mark.costly
 def test_a_row_goes_on_from_a_head_trained_on_synthetic_queries_and_claims_both(tmp_path: Path) -> None:
     known = recipes(tmp_path)
     known["seen"] = replace(known["made"], head="query", label="seen")
@@ -230,6 +231,7 @@ def test_a_start_that_tells_of_private_data_is_not_public(tmp_path: Path) -> Non
         study(tmp_path, **warm(tmp_path, start)).run(parts(tmp_path))
 
 
+@pytest.mark.costly
 def test_a_generator_starts_from_the_public_folder_and_its_card_says_so(tmp_path: Path) -> None:
     start = save_start(tmp_path / "warm_up")
     changes = warm(tmp_path, start) | {"only": ["made_warm", "none"]}
@@ -274,6 +276,7 @@ def write_teacher(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+@pytest.mark.costly
 def test_rows_learn_the_margins_of_one_public_teacher_between_passages_of_the_list(tmp_path: Path) -> None:
     source = write_teacher(tmp_path / "teacher")
     taught(tmp_path, source).run(parts(tmp_path))

@@ -148,6 +148,7 @@ def test_a_study_goes_on_where_it_stopped_and_grows(tmp_path: Path, monkeypatch:
         study(generator=forgetful, steps=3).run(replace(made, resume=True))
 
 
+@pytest.mark.costly
 def test_every_training_has_secrets_of_its_own_and_leaves_no_model(tmp_path: Path) -> None:
     made = private(tmp_path)
     study(generator=forgetful, eps=[None]).run(made)
@@ -217,6 +218,7 @@ COINS: dict[str, Any] = {"kinds": ("own_passage",), "count": 100, "candidates": 
 RANKS: dict[str, Any] = {"count": 8, "candidates": 100}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("planted", "delta"), [(COINS, 1e-7), (RANKS, 1e-9)], ids=["by coins, in the one-run audit", "by ranks"]
 )

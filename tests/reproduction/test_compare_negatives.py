@@ -81,6 +81,7 @@ def test_every_source_is_trained_several_times_and_stands_in_one_table(tmp_path:
     assert not list((tmp_path / "run").glob("*/model"))
 
 
+@pytest.mark.costly
 def test_the_passages_are_embedded_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[str] = []
     begin = OneSide.__enter__

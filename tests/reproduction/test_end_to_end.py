@@ -145,6 +145,7 @@ def test_queries_whose_generator_was_moved_away_are_not_learned_from(tmp_path: P
         study(tmp_path).run(whole)
 
 
+@pytest.mark.costly
 def test_rates_are_tried_on_public_texts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[set[str]] = []
     train = harness.train_retriever

@@ -189,6 +189,7 @@ def test_points_that_differ_in_stage_2_alone_share_stage_1_and_no_cell_is_run_tw
     assert not list((tmp_path / "cells").rglob("personal-*")) and not list((tmp_path / "cells").rglob("stage1-*.safe*"))
 
 
+@pytest.mark.costly
 def test_a_cell_has_the_result_that_the_same_settings_have_in_a_folder_of_their_own(tmp_path: Path) -> None:
     from tiny_silos import ran
 

@@ -42,6 +42,7 @@ def test_it_learns_what_the_embeddings_hold() -> None:
     assert Classifier() == Classifier(learning_rate=1e-2, batch_size=400, epochs=10, hidden=(64, 32)), "the paper's"
 
 
+@pytest.mark.costly
 def test_a_seed_repeats_the_result_and_leaves_the_encoder_and_the_global_random_state_alone() -> None:
     net = encoder().train()
     before, state = [parameter.detach().clone() for parameter in net.parameters()], torch.get_rng_state()

@@ -63,6 +63,7 @@ def test_untrained_layers_are_those_of_the_teacher_and_narrow_ones_keep_the_unit
         close(small[inner.format(mine)], large[inner.format(theirs)][best])
 
 
+@pytest.mark.costly
 def test_training_brings_the_smaller_generator_nearer_to_what_the_teacher_writes(teacher: Path, tmp_path: Path) -> None:
     losses = []
     for lr in (1e-12, 1e-2):

@@ -131,6 +131,7 @@ def test_every_variant_takes_the_step_that_its_learning_rate_says(finished: Path
     assert all(run["first_step"] > 0.5 and run["mean_step"] > 0 for run in settings)
 
 
+@pytest.mark.costly
 def test_no_card_of_a_study_states_an_epsilon_since_its_losses_are_shown(finished: Path) -> None:
     for name, guarantee in (("logit_dp", "not_proved"), ("non_private", "none")):
         claim = read_card(finished / "run" / f"{name}_seed0")["claim"]
@@ -193,6 +194,7 @@ def test_the_second_task_trains_a_classifier_on_each_frozen_encoder(finished: Pa
     assert second.run(parts(tmp_path, resume=True)) == told
 
 
+@pytest.mark.costly
 def test_the_second_task_takes_fashion_mnist_where_it_is(finished: Path, tmp_path: Path) -> None:
     there = ImagesDataModule(source="fashion_mnist", folder=tiny.idx(tmp_path / "fashion"))
     SecondTask(study=finished / "run", data=there, epochs=1, batch_size=4, min_free_mb=1).run(parts(tmp_path))

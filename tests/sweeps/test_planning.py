@@ -58,6 +58,7 @@ def test_a_limit_at_a_larger_delta_than_the_trials_covers_no_choice_and_the_swee
     assert not (tmp_path / "sweep" / "sweep.json").exists()
 
 
+@pytest.mark.costly
 def test_each_number_of_a_plan_has_the_delta_it_holds_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begin_ledger(tmp_path, 1e-3)
     facts = planned(tmp_path, metric_data="public", settings={"delta": 1e-6}).describe()
@@ -69,6 +70,7 @@ def test_each_number_of_a_plan_has_the_delta_it_holds_at(tmp_path: Path, capsys:
     assert "epsilon" not in card["tuning"] and card["claim"]["delta"] == 1e-6
 
 
+@pytest.mark.costly
 def test_the_best_of_private_trials_costs_what_all_cost_though_public_data_score_them(tmp_path: Path) -> None:
     """The card states the limit, which holds at the delta of the claim; no other number stands beside its ledger."""
     begin_ledger(tmp_path, 1e-6)
@@ -294,6 +296,7 @@ ROOMY = partial(generator, seed=0, max_query_length=40, max_passage_length=40)
 CANARIES = CanarySuite(kinds=("echo",), repetitions=(2,), candidates=4, query_words=2, seed=1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "given",
     [
@@ -402,6 +405,7 @@ class Fails(Callback):
         raise RuntimeError("before the first step")
 
 
+@pytest.mark.costly
 def test_a_start_stays_counted_when_its_first_trial_fails_and_the_others_are_given_back(
     parent: Path, tmp_path: Path
 ) -> None:
@@ -425,6 +429,7 @@ def test_a_run_outside_the_sweep_counts_the_same_start_once_and_another_beside_i
     assert held(sweep) == pytest.approx(cost(sweep.places[0].own, 3, parent, other))
 
 
+@pytest.mark.costly
 def test_a_start_that_another_ledger_counts_is_refused_before_anything_is_reserved(tmp_path: Path) -> None:
     parent = made_start(tmp_path, dataset_ledger=tmp_path / "other.jsonl", total_eps=100.0)
     with pytest.raises(ConfigurationError, match=r"init_from=.*privacy\.dataset_ledger"):

@@ -41,6 +41,7 @@ def test_every_query_has_its_passage_and_every_passage_its_text(whole: Path) -> 
     assert [pair["positive"] for pair in pairs] == [PASSAGES[query["metadata"]["passage_id"]] for query in queries]
 
 
+@pytest.mark.costly
 def test_the_stored_log_probability_is_the_models(whole: Path, source: Path) -> None:
     loaded = load_generator(source)
     decoding = Decoding(max_new_tokens=loaded.contract.max_query_length)

@@ -181,6 +181,7 @@ def test_a_resume_tells_as_free_only_what_its_attempt_began(
     assert noise_keys(records(folder))[-2:] == [(1, 4), (1, 5)], "the sixth was charged again"
 
 
+@pytest.mark.costly
 def test_a_run_with_a_ledger_of_its_data_prints_the_total(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = tmp_path / "all.jsonl"
     for name in ("first", "second"):

@@ -110,6 +110,7 @@ def bare_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("settings", [{}, {"lora": {"r": 2, "target_modules": ["query"]}}], ids=["full", "lora"])
 def test_a_run_in_bfloat16_leaves_and_exports_its_float32_masters(settings: dict[str, Any], tmp_path: Path) -> None:
     trained(tmp_path, private(tmp_path), precision="bf16-true", **settings)
@@ -125,6 +126,7 @@ def test_a_run_in_bfloat16_leaves_and_exports_its_float32_masters(settings: dict
     assert any(not torch.equal(value, value.bfloat16().float()) for value in left.values())
 
 
+@pytest.mark.costly
 def test_the_newest_checkpoint_of_a_private_run_keeps_its_claim(tmp_path: Path) -> None:
     module = trained(tmp_path, private(tmp_path), towers="separate", lora={"r": 2, "target_modules": ["query"]})
     Export(checkpoint=tmp_path / "run").run(no_parts(tmp_path / "out"))
@@ -141,6 +143,7 @@ def test_the_newest_checkpoint_of_a_private_run_keeps_its_claim(tmp_path: Path) 
     assert readme.startswith("---\nlibrary_name: sentence-transformers\n")
 
 
+@pytest.mark.costly
 def test_what_was_declared_of_the_settings_of_run_and_export_is_on_the_card_and_the_rest_is_told(
     private_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +183,7 @@ def test_training_goes_on_from_an_exported_model_and_is_charged_what_its_run_cos
         read_start(tmp_path / given, public=False)
 
 
+@pytest.mark.costly
 def test_an_exported_card_says_which_average_the_weights_are(private_run: Path, tmp_path: Path) -> None:
     ema = EMAWeightAveraging(decay=0.5, update_starting_at_step=3, use_buffers=False)
     trained(tmp_path, private(tmp_path), average=[ema])
@@ -200,6 +204,7 @@ def test_a_checkpoint_without_the_average_of_its_run_is_not_called_one(tmp_path:
     assert found.startswith("none") and found.endswith(own)
 
 
+@pytest.mark.costly
 def test_a_checkpoint_of_another_run_is_not_under_this_card(private_run: Path, bare_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(private_run, tmp_path / "run")
     foreign = run / "checkpoints" / "foreign.ckpt"
@@ -456,6 +461,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.costly
 def test_a_set_goes_to_the_hub_with_all_that_its_claim_is_checked_by(hub: Hub, made: Path, tmp_path: Path) -> None:
     Export(data=made, push_to_hub="org/queries").run(no_parts(tmp_path / "out"))
     assert hub.kinds == {"org/queries": "dataset"} and hub.private == {"org/queries": True}
@@ -556,6 +562,7 @@ def interrupted_by_a_row(folder: Path, module: Any, data: Any) -> None:
             train(module(), data, Training(callbacks=[*own, *extra], resume=resume, **how))
 
 
+@pytest.mark.costly
 def test_a_card_and_a_ledger_of_a_failure_over_private_rows_leave_by_no_export(hub: Hub, tmp_path: Path) -> None:
     log = PairsDataModule(folder=write_log(tmp_path / "log"), sampling="poisson", expected_batch_size=8)
     mode = partial(DPSGD, eps=50.0, noise_multiplier=4.0, accountant="rdp", secret_file=tmp_path / "secret")

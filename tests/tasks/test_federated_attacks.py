@@ -81,6 +81,7 @@ def test_exact_requests_name_every_query_of_every_silo(found: dict[str, Any]) ->
     assert found["scores"]["named_by_exact_requests"] == exact["pooled"]["named"]["1"]["value"]
 
 
+@pytest.mark.costly
 def test_fewer_rows_with_noise_name_fewer_queries_and_no_rows_name_none(found: dict[str, Any]) -> None:
     exact, noised, none = (
         of(found, "requests", name)["pooled"]["named"]["1"]["value"]

@@ -86,6 +86,7 @@ def test_every_silo_gets_a_verified_set_and_is_told_what_it_spent_and_what_is_le
     assert f"| client0 | {told['client0']['queries']} |" in page and "federated.state=" in page
 
 
+@pytest.mark.costly
 def test_the_finished_is_kept_and_other_settings_are_refused(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = spent(world)
     shutil.rmtree(world / "generator-client1")  # as if it was killed between two silos
@@ -113,6 +114,7 @@ def test_one_silo_of_a_folder_and_one_of_its_owner(world: Path, tmp_path: Path) 
             task(names=wrong).run(parts(tmp_path / "other", over(world)))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("train_on", [pytest.param("queries", marks=pytest.mark.slow), "synthetic"])
 def test_generator_and_federation_are_one_epsilon(world: Path, tmp_path: Path, train_on: str) -> None:
     before = spent(world)
@@ -129,6 +131,7 @@ def test_generator_and_federation_are_one_epsilon(world: Path, tmp_path: Path, t
     assert spent(world) == before  # the run went on with copies
 
 
+@pytest.mark.costly
 def test_what_trains_alone_trains_on_peoples_queries(world: Path, tmp_path: Path) -> None:
     found = Federated(systems=["single_bm25"], seeds=[0], min_free_mb=1).run(
         parts(tmp_path / "run", over(world, train_on="synthetic"))
@@ -136,6 +139,7 @@ def test_what_trains_alone_trains_on_peoples_queries(world: Path, tmp_path: Path
     assert found["single_bm25"] > 0
 
 
+@pytest.mark.costly
 def test_a_system_that_uses_no_generator_is_not_charged_with_one(world: Path, tmp_path: Path) -> None:
     made = over(world, stage2={**TWO, "response": "public"})
     Federated(systems=["stage1"], seeds=[0], min_free_mb=1).run(parts(tmp_path / "run", made))

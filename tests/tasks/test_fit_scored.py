@@ -49,6 +49,7 @@ def run(tmp_path: Path, told: Told, **settings: Any) -> dict[str, float]:
     return FitScored(**{"data": "public", "split": "test", "min_free_mb": 1} | settings).run(given)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("data", ["public", "private"])
 def test_the_score_is_logged_unless_it_is_of_private_queries(tmp_path: Path, data: Any) -> None:
     told = Told()
@@ -80,11 +81,13 @@ def test_queries_that_the_run_protects_are_not_taken_for_public_ones(tmp_path: P
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
+@pytest.mark.costly
 def test_public_data_of_its_own_may_be_scored_by_its_train_split(tmp_path: Path) -> None:
     other = PairsDataModule(folder=write_log(tmp_path / "other", [f"other{i}" for i in range(24)]))
     assert BLEU in run(tmp_path, Told(), datamodule=other, split="train")
 
 
+@pytest.mark.costly
 def test_synthetic_queries_are_held_against_their_card(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="privacy card"):
         run(tmp_path, Told(), data="synthetic")

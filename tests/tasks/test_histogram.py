@@ -96,6 +96,7 @@ def test_the_card_claims_training_and_histogram_composed_from_one_ledger(chain: 
     assert any("hyper-parameters" in gap for gap in card["not_covered"])
 
 
+@pytest.mark.costly
 def test_bins_that_need_no_passages_do_not_ask_for_public_ones(chain: Path, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text("".join(
@@ -214,6 +215,7 @@ def test_the_choice_is_repeatable_and_another_seed_makes_another(chain: Path, hi
     assert len(chosen(0)) == round(0.4 * len(released))
 
 
+@pytest.mark.costly
 def test_a_histogram_that_was_charged_to_another_generator_is_refused(chain: Path, tmp_path: Path) -> None:
     """Its own card is in order; but no claim covers both it and these queries."""
     other = tmp_path / "other"

@@ -57,6 +57,7 @@ def run_of(folder: Path) -> Parts:
     return parts(folder.parent, run_dir=folder)
 
 
+@pytest.mark.costly
 def test_public_texts_are_attacked_in_three_ways(
     encoders: dict[str, Path], texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,12 +72,14 @@ def test_public_texts_are_attacked_in_three_ways(
     assert not list((tmp_path / "run").rglob("decoder*"))
 
 
+@pytest.mark.costly
 def test_a_rotated_encoder_hides_texts_until_some_known(encoders: dict[str, Path], texts: Path, tmp_path: Path) -> None:
     task(encoders["rotated"], texts, attacker_encoder=encoders["plain"]).run(run_of(tmp_path / "run"))
     found = json.loads((tmp_path / "run" / "inversion.json").read_text())["ranking"]
     assert found["direct"]["low"] < found["direct"]["chance"] and found["mapped"]["value"] > 0.9
 
 
+@pytest.mark.costly
 def test_a_report_on_private_texts_is_internal(encoders: dict[str, Path], texts: Path, tmp_path: Path) -> None:
     task(encoders["plain"], texts, whose="private").run(run_of(tmp_path / "run"))
     written = list((tmp_path / "run").glob("*inversion.*"))
@@ -91,6 +94,7 @@ def test_there_must_be_enough_texts(encoders: dict[str, Path], texts: Path, tmp_
         task(encoders["plain"], texts, known=1000).run(run_of(tmp_path / "run"))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", ["key_value", "embedding"])
 def test_an_own_language_model_is_taken(encoders: dict[str, Path], texts: Path, tmp_path: Path, how: str) -> None:
     model = new_language_model(44, max_tokens=12, places=2, seed=0, n_embd=16, n_layer=2, n_head=2)

@@ -129,6 +129,7 @@ def test_a_run_without_privacy_gives_its_members_away_and_the_report_is_internal
     assert "put nothing from it on a card" in " ".join(told.split())
 
 
+@pytest.mark.costly
 def test_a_private_run_stays_below_its_ceilings(make: Make, private_run: Path, tmp_path: Path) -> None:
     attack(private_run).run(make(tmp_path / "attack", private=True))
     found = report(tmp_path / "attack")
@@ -192,6 +193,7 @@ def test_a_shadow_model_that_stopped_early_is_not_taken_for_done(make: Make, ope
     assert not (tmp_path / "attack" / "pilot" / "stage.json").exists()
 
 
+@pytest.mark.costly
 def test_a_slow_machine_has_fewer(make: Make, open_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
 
@@ -233,6 +235,7 @@ def encoder_run(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.costly
 def test_an_encoder_is_held_against_the_coins(make: Make, private_run: Path, encoder_run: Path, tmp_path: Path) -> None:
     """The auxiliary-model audit: attack what was trained on the release, by the coins of the run behind it."""
     task = partial(attack, private_run, model=encoder_run, pool=60)

@@ -104,6 +104,7 @@ def test_private_runs_of_different_settings_leave_no_card_without_the_choice(dec
     tell(declared, [])
 
 
+@pytest.mark.costly
 def test_seeds_are_carded_with_what_all_cost_and_a_finished_one_is_not_kept_where_more_join(
     tmp_path: Path,
 ) -> None:
@@ -214,6 +215,7 @@ def test_the_table_shows_what_differs_the_epsilon_of_each_card_and_why_a_run_fai
     assert (tmp_path / "multirun.md").stat().st_mode & 0o077 == 0, "a result may be of private queries"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("weak", [False, True])
 def test_what_is_told_after_the_runs_is_what_their_ledgers_charge_and_never_less_than_was_planned(
     weak: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

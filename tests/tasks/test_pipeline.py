@@ -37,6 +37,7 @@ def pipeline(**changes: Any) -> Pipeline:
     return Pipeline(**settings | changes)
 
 
+@pytest.mark.costly
 def test_without_privacy_the_chain_is_a_bound_without_claim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = pipeline().run(parts(tmp_path, make_privacy=NoPrivacy))
     assert "sum of their epsilons" not in " ".join(capsys.readouterr().out.split())
@@ -79,6 +80,7 @@ def claimed(folder: Path) -> float:
     return float(read_card(folder)["claim"]["epsilon"])
 
 
+@pytest.mark.costly
 def test_the_pipeline_ends_with_rows_cards_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = pipeline(tuning_data="private", tuning_note="chosen on dev").run(parts(tmp_path))
     assert "sum of their epsilons" in " ".join(capsys.readouterr().out.split()), "the cards do not say so"
@@ -153,6 +155,7 @@ def test_the_filter_keeps_the_queries_that_find_their_passage_and_the_report_say
     assert claimed(run / "from_synthetic") == claimed(run / "generator"), "choosing by public means costs nothing"
 
 
+@pytest.mark.costly
 def test_queries_of_which_none_finds_its_passage_are_trained_on_by_a_resume_without_the_filter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +194,7 @@ def cost_of(*fits: Any) -> float:
     return epsilon(releases, delta=fits[0].plan.budget.delta, neighbours="zero_out")
 
 
+@pytest.mark.costly
 def test_an_interrupted_pipeline_goes_on_where_it_was_and_spends_nothing_twice(tmp_path: Path) -> None:
     """In a ledger of the data set that has room for its two private trainings and no more."""
 

@@ -43,6 +43,7 @@ def parts(tmp_path: Path, **changes: Any) -> Parts:
     return Parts(**settings | changes)
 
 
+@pytest.mark.costly
 def test_a_plan_is_printed_and_drawn_without_reading_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = Plan(units=UNITS, plot=True).run(parts(tmp_path))
     facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
@@ -92,6 +93,7 @@ def audited(folder: Path) -> list[Any]:
     return [PrivacyAccountant(run_dir=folder), OneRunAudit(run_dir=folder, canaries=32, max_share=0.9)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("given", "neighbours", "units"),
     [

@@ -124,6 +124,7 @@ def evaluating(split: str, data: Any = None) -> RetrievalEvaluation:
     return RetrievalEvaluation(data="public", datamodule=data, split=split, metrics=["success@1"], top_k=1)
 
 
+@pytest.mark.costly
 def test_training_on_a_released_set_evaluates_on_no_queries_of_the_log_behind_it(owned: Chain, tmp_path: Path) -> None:
     made = SyntheticDataModule(folder=owned.synthetic, expected_batch_size=8)
     judged = (owned.root / "log/qrels/train.tsv").read_text(encoding="utf-8")

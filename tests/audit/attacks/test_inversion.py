@@ -103,6 +103,7 @@ def test_a_token_depends_on_its_embedding_and_on_what_stands_before_it_alone(how
     assert (without[~mask] == 0).all()
 
 
+@pytest.mark.costly
 def test_an_inverter_writes_out_texts_by_their_own_embeddings_and_not_by_shuffled_ones() -> None:
     words, found = Words(tokenizer(), 6), []
     for order in (np.arange(len(TEXTS)), shuffled_order(len(TEXTS), seed=0)):

@@ -168,6 +168,7 @@ def overfitted(queries: list[str], passages: list[str], *, steps: int = 60) -> T
     return Towers(model.eval(), model)
 
 
+@pytest.mark.costly
 def test_an_overfitted_encoder_gives_its_members_away_and_one_of_other_data_nobody() -> None:
     """60 members and 60 others, under an encoder of the members and one of yet others."""
     queries, passages, pool = texts(180, 6, 1), texts(180, 8, 2), texts(50, 8, 3)

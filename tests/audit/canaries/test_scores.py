@@ -44,6 +44,7 @@ def remember(module: QueryGenerator, query: str, passage: str, steps: int = 100)
         optimizer.step()
 
 
+@pytest.mark.costly
 def test_a_secret_that_was_learnt_by_heart_has_rank_1_and_leaks(
     module: QueryGenerator, generator: GeneratorModel
 ) -> None:
@@ -97,6 +98,7 @@ def test_a_secret_in_the_passage_is_judged_by_the_query_that_it_leads_to(generat
     assert found.log_probability is None
 
 
+@pytest.mark.costly
 def test_the_probability_of_a_leak_is_the_frequency_of_leaks(module: QueryGenerator, generator: GeneratorModel) -> None:
     one = canary(secret="0000000011")
     remember(module, one.query_with(one.secret), one.passage, steps=25)

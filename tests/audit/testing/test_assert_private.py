@@ -32,6 +32,7 @@ def regression(**settings: Any) -> Regression:
     return Regression(privacy=DPSGD(**{"eps": 3.0, "max_grad_norm": 0.5} | settings))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("settings", "least"),  # with the room that each leaves for rounding
     [
@@ -63,6 +64,7 @@ class Doubled(DPSGD):
         return {name: 2 * total for name, total in super().take().items()}
 
 
+@pytest.mark.costly
 def test_a_mode_is_held_to_the_sensitivity_of_its_own_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     module = regression()
     module.privacy = Doubled(eps=3.0, max_grad_norm=0.5)
@@ -73,6 +75,7 @@ def test_a_mode_is_held_to_the_sensitivity_of_its_own_plan(monkeypatch: pytest.M
         assert_private(module, lines(), 1.0, DELTA, trials=FEW)
 
 
+@pytest.mark.costly
 def test_units_of_several_rows_pass() -> None:
     module = regression()
     rows = module.collate_rows(lines(7))
@@ -86,6 +89,7 @@ def test_a_module_in_float64_passes() -> None:
     assert assert_private(module, rows, 1.0, DELTA, trials=FEW).sensitivity <= 1 + 1e-6
 
 
+@pytest.mark.costly
 def test_a_private_module_is_left_as_it_was_and_the_same_seed_gives_the_same_result() -> None:
     module = regression()
     module.net[0].eval()

@@ -228,6 +228,7 @@ MUTANTS: dict[str, tuple[Mutate, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_a_mutant_fails_at_what_it_breaks(name: str, monkeypatch: Patch) -> None:
     mutate, words = MUTANTS[name]
@@ -265,6 +266,7 @@ def test_a_mutant_of_the_count_of_clipped_units_fails_at_what_it_breaks(
         Words(clip_fraction_budget=0.1).check()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("engine", ["ghost", "loop"])
 def test_the_unmutated_step_passes(engine: str) -> None:
     Words(engine=engine).check()
@@ -337,6 +339,7 @@ class Centred(Words):
         return losses * losses.mean().detach()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("module", "engine", "then"),
     [

@@ -232,6 +232,7 @@ def test_a_mode_that_adds_less_noise_than_it_says_ends_the_run_without_a_claim(
     assert any(isinstance(release, NonPrivateRelease) for release in charged_releases(records))
 
 
+@pytest.mark.costly
 def test_an_honest_run_is_not_stopped_and_the_ledger_holds_no_measurement(tmp_path: Path) -> None:
     mode = dp(tmp_path, clip_fraction_budget=0.01, eps=50.0, noise_multiplier=2.0, accountant="rdp")
     fit(tmp_path / "run", Regression(privacy=mode), Numbers(sampling="poisson"), steps=40)
@@ -261,6 +262,7 @@ def test_the_count_of_clipped_units_is_measured_too_and_on_the_host(monkeypatch:
     assert found is not None and clip_fraction.NAME in found and set(read) == {0}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("how", "sharded"), [("without", False), ("without", True), pytest.param("shared", True, marks=pytest.mark.slow)]
 )
