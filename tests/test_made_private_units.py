@@ -469,7 +469,7 @@ def test_the_card_calls_a_unit_what_its_owner_calls_it_and_a_resume_cannot_chang
     card = card_in(tmp_path)
     claim = card["claim"]
     assert claim["unit"] == "record" and claim["unit_name"] == "user" and claim["unit_plural"] == "users"
-    assert "unit = user, " in privacy_line(card) and "one user was clipped" in claim["statement"]
+    assert "unit = user, " in privacy_line(card) and "each user was clipped" in claim["statement"]
     assert claim["user_level_epsilon"] == claim["epsilon"]  # all rows of a user are one unit
     assert any("unit_of" in str(taken) for taken in card["assumptions"])
     schema = Path(cards.__file__).with_name("privacy_card.schema.json").read_text(encoding="utf-8")

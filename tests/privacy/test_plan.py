@@ -228,7 +228,7 @@ def test_constants_declared_under_add_or_remove_are_taken_as_they_are() -> None:
     ],
 )
 def test_a_plan_that_no_accountant_judges_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedAccountingError, match=r"datamodule\.sampling=.*is judged by"):
+    with pytest.raises(UnsupportedAccountingError, match=r"datamodule\.sampling=.*is supported by"):
         build(**changes)
 
 

@@ -98,7 +98,7 @@ def check_supported(law: SamplingLaw, accountant: AccountantName, neighbours: Ne
     ]
     raise UnsupportedAccountingError(
         f"datamodule.sampling={law.kind}, privacy.accountant={accountant} and privacy.neighbours={neighbours}: "
-        f"no library judges these three together. This sampling is judged by {'; by '.join(ways)}.",
+        f"no library supports these three together. This sampling is supported by {'; by '.join(ways)}.",
         trap="T6" if isinstance(law, TruncatedPoisson) else "T1",
     )
 
@@ -226,7 +226,7 @@ def _prv_epsilon(parts: tuple[Part, ...], delta: float) -> float:
             return float(accountant.get_epsilon(delta - lost))
     except (ValueError, RuntimeError) as error:
         raise ConfigurationError(
-            f"privacy.accountant=prv cannot judge these releases at privacy.delta={delta:g} ({error}). "
+            f"privacy.accountant=prv cannot compose these releases at privacy.delta={delta:g} ({error}). "
             "Choose privacy.accountant=pld."
         ) from error
 

@@ -125,7 +125,7 @@ def _check_law(law: SamplingLaw, neighbours: Neighbours) -> None:
         raise UnsupportedAccountingError(
             f"datamodule.sampling={law.kind} under privacy.neighbours={neighbours}: no epsilon for several units "
             f"together is known. Under {neighbours} it is known for {' and '.join(kinds[neighbours])}"
-            + ("." if isinstance(law, FixedSize) else f", and {law.kind} is judged under zero_out.")
+            + ("." if isinstance(law, FixedSize) else f", and {law.kind} is supported under zero_out.")
         )
 
 

@@ -370,7 +370,7 @@ def judge(
             value = epsilon_by(plan.accountant, releases, plan)
         except UnsupportedAccountingError as error:
             amplified = False
-            text = f"The {plan.accountant} accountant can judge the sampling that ran. It cannot: {error.sentence}"
+            text = f"The {plan.accountant} accountant supports the sampling that ran. It does not: {error.sentence}"
             assumptions = [*assumptions, Assumption(text, "refuted", "no_amplification")]
     if broken & {"no_guarantee", "no_claim"} or (not amplified and plan.budget.neighbours == "add_or_remove"):
         return Verdict("not_proved", None, "nothing"), assumptions

@@ -111,7 +111,7 @@ def test_a_cell_is_the_librarys_number_or_a_refusal_by_name(
     ):
         with pytest.raises(UnsupportedAccountingError) as refusal:
             refusing()
-        named = str(refusal.value).partition("judged by")[0]
+        named = str(refusal.value).partition("supported by")[0]
         assert all(word in named for word in (f"={law}", f"={accountant}", f"={neighbours}"))
 
 
