@@ -148,7 +148,7 @@ def test_a_report_on_private_silos_is_internal(world: Path, tmp_path: Path) -> N
         ({"weight_decay": 1.0}, r"task\.weight_decay=1"),
         ({"candidates": 90}, r"Lower it, or build larger silos"),
         ({"batch_size": 900}, r"Lower it, or build larger silos"),
-        ({"layers": 0}, r"task\.layers=0 must be a whole number"),
+        ({"layers": 0}, r"task\.layers=0 must be an integer"),
         ({"layers": 3}, r"layers=3: BertModel has 1 to 2 layers"),
     ],
 )
