@@ -141,7 +141,7 @@ class PretrainingOverlap(Settings):
         sections = [
             Section("Found", [Grid(("texts", "what", "found, with its 95 % interval", "whole corpus"), rows)]),
             Section("What this says", [Bullets(notes)]),
-            *([Section("How to get this again", [Code(parts.command)])] if parts.command else []),
+            *([Section("How to reproduce this", [Code(parts.command)])] if parts.command else []),
         ]
         return Page(
             name=NAME, title=title, subtitle=subtitle, lead=lead, sections=sections, facts=facts,
