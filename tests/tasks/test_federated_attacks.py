@@ -149,7 +149,7 @@ def test_a_report_on_private_silos_is_internal(world: Path, tmp_path: Path) -> N
         ({"candidates": 90}, r"Lower it, or build larger silos"),
         ({"batch_size": 900}, r"Lower it, or build larger silos"),
         ({"layers": 0}, r"task\.layers=0 must be an integer"),
-        ({"layers": 3}, r"layers=3: BertModel has 1 to 2 layers"),
+        ({"layers": 3}, r"layers=3: BertModel can keep 1 to 2 layers"),
     ],
 )
 def test_what_cannot_be_is_refused_first(world: Path, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
