@@ -299,7 +299,7 @@ def test_a_file_that_is_no_checkpoint_and_a_class_of_others_are_refused(tmp_path
         load_module(tmp_path / "c.ckpt")
     with pytest.raises(DataError, match="neither a checkpoint nor a run folder"):
         Export(checkpoint=tmp_path / "nowhere").run(no_parts(tmp_path / "out"))
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match="is not an existing file"):
         Pairs.load_from_checkpoint(tmp_path / "nowhere.ckpt")
 
 
