@@ -6,13 +6,16 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Self
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules.generator_folder import GeneratorContract
 from lit_dpret.modules.language_models import load_language_model
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.report.table import RowResult, from_json
@@ -46,6 +49,13 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.size}-{budget_name(self.eps)}"
+
+
+def _write_smaller(
+    shrink: SmallerGenerator, passages: Mapping[str, str], folder: Path, contract: GeneratorContract, seed: int
+) -> None:
+    with ProgressLine("making the smaller generator") as progress:
+        shrink.write(passages, folder, contract=contract, seed=seed, progress=progress)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -203,11 +213,12 @@ class Trainings(Study):
         def work(parts: Parts) -> str:
             data = parts.read_data(max_passages=self.shrink_passages, expected_batch_size=None, sample_rate=None)
             codec = self.base.generator(privacy=NoPrivacy(), pretrained=self.shrink.teacher).codec
-            with ProgressLine("making the smaller generator") as progress:
-                self.shrink.write(
-                    data.public_passages(), parts.run_dir / "model", contract=codec.contract, seed=parts.seed,
-                    progress=progress,
-                )  # fmt: skip
+            # In a process of its own: in this one, weights that an optimizer trained are refused as a private start.
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                process.submit(
+                    _write_smaller, self.shrink, dict(data.public_passages()), parts.run_dir / "model", codec.contract,
+                    parts.seed,
+                ).result()  # fmt: skip
             return "model"
 
         inside: str = self.result(SHRUNK, [self.shrink, self.shrink_passages], work)
