@@ -145,7 +145,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_half_written(tmp_path: Path)
     with pytest.raises(ConfigurationError, match=r"task\.write_split=.*there exists, and nothing is overwritten"):
         write_split(LOG, tmp_path / "there", public_passages=True)
     odd = replace(LOG, qrels={"train": {"q1": {"p\t1": 1}}})
-    with pytest.raises(DataError, match=r"id 'p\\t1' cannot stand in a qrels file"):
+    with pytest.raises(DataError, match=r"id 'p\\t1' cannot be written to a qrels file"):
         write_split(odd, tmp_path / "new", public_passages=True)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 

@@ -177,7 +177,7 @@ def test_a_resume_tells_as_free_only_what_its_attempt_began(
         run(folder, resume=True, noise=2.0, eps=50.0, extra=[StopAfter(5)])
     capsys.readouterr()
     run(folder, resume=True, noise=2.0, eps=50.0)
-    assert "steps 5-5 are repeated with the same noise" in capsys.readouterr().err
+    assert "repeats steps 5-5 with the same noise" in capsys.readouterr().err
     assert noise_keys(records(folder))[-2:] == [(1, 4), (1, 5)], "the sixth was charged again"
 
 

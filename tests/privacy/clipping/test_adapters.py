@@ -166,4 +166,4 @@ def test_lora_of_an_embedding_is_refused_by_name_and_left_to_the_fallback() -> N
 @pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_virtual_tokens_without_a_batch_axis_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "PROMPTED", set())
-    check_refused(build(name, prompts), "first axis is 1 for a batch of 5 rows")
+    check_refused(build(name, prompts), "first axis has size 1 for a batch of 5 rows")
