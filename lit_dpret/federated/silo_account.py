@@ -21,7 +21,7 @@ from lit_dpret.federated.synthetic import SyntheticSet, read_synthetic, units_an
 from lit_dpret.negatives.base import public_coins
 from lit_dpret.privacy.accounting.accountant import calibrate_noise
 from lit_dpret.privacy.accounting.releases import FullBatch, Poisson, SamplingLaw
-from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.budget import PrivacyBudget, require_delta
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
 
 _NOISE = "noise.json"
@@ -193,6 +193,7 @@ def collection_centroids(
     privacy, stage, passages = settings.privacy, settings.stage2, len(collection.passage_ids)
     if privacy.collection_eps is None:
         raise ConfigurationError("federated.stage2.response=dp_centroid needs federated.privacy.collection_eps.")
+    require_delta(privacy.collection_delta, knob="federated.privacy.collection_delta")
     budget = PrivacyBudget(
         eps=privacy.collection_eps, delta=privacy.collection_delta, unit="passage", neighbours=privacy.neighbours
     )
@@ -207,7 +208,7 @@ def collection_centroids(
     def noise(begun: bool) -> float:
         planned = calibrate_noise(
             eps=budget.eps, delta=budget.delta, neighbours=budget.neighbours, law=FullBatch(),
-            steps=stage.centroid_iterations, accountant=privacy.accountant,
+            steps=stage.centroid_iterations, accountant=privacy.accountant, knob="federated.privacy.collection_eps",
         )  # fmt: skip
         if not begun:
             return planned

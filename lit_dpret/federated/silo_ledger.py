@@ -28,7 +28,15 @@ from lit_dpret.errors import (
 from lit_dpret.privacy.accounting.accountant import DecimalGrid, calibrate_noise, least
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Release, SamplingLaw, merge
-from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, Unit, with_rounding_paid
+from lit_dpret.privacy.budget import (
+    AccountantName,
+    Neighbours,
+    NoiseName,
+    PrivacyBudget,
+    Unit,
+    require_delta,
+    with_rounding_paid,
+)
 from lit_dpret.privacy.ledger.dataset_account import RunLock
 from lit_dpret.privacy.ledger.dataset_file import Charge, DatasetBook, DatasetFile, Total, compose_across_runs, composed
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
@@ -74,7 +82,9 @@ class SiloLedger:
         self.folder, self.budget, self.accountant, self.noise = Path(folder), budget, accountant, noise
         self.secret_file = None if secret_file is None else Path(secret_file)
         self.path = self.folder / (PASSAGE_LEDGER if _side(budget.unit) == "passage" else QUERY_LEDGER)
-        self._ledger = DatasetLedger(self.path, total_eps=budget.eps, budget=budget, accountant=accountant)
+        self._ledger = DatasetLedger(
+            self.path, total_eps=budget.eps, budget=budget, accountant=accountant, limit=_knob(budget)
+        )
         terms = self._book.terms
         if terms is not None and terms["total_eps"] != budget.eps:
             raise ConfigurationError(
@@ -105,7 +115,7 @@ class SiloLedger:
 
     def training(self, *, noise_multiplier: float, max_grad_norm: float) -> DPSGD:
         budget = self.budget
-        return DPSGD(
+        mode = DPSGD(
             eps=budget.eps,
             delta=budget.delta,
             unit=budget.unit,
@@ -118,6 +128,8 @@ class SiloLedger:
             dataset_ledger=self.path,
             total_eps=budget.eps,
         )
+        mode.limit = _knob(budget)
+        return mode
 
     @contextmanager
     def gaussian(
@@ -283,7 +295,10 @@ def split_budget(
     request = None
     terms: dict[str, Any] = {"delta": budget.delta, "neighbours": budget.neighbours, "accountant": accountant}
     if requests:
-        request = calibrate_noise(eps=request_share * budget.eps, law=FullBatch(), steps=requests, **terms)
+        request = calibrate_noise(
+            eps=request_share * budget.eps, law=FullBatch(), steps=requests,
+            knob="federated.privacy.request_share * federated.privacy.eps", **terms,
+        )  # fmt: skip
         asked.append(GaussianRelease(noise_multiplier=request, law=FullBatch(), count=requests, label="fed_request"))
     grid = DecimalGrid(digits=_DIGITS)
 
@@ -362,11 +377,14 @@ def silo_budget(
             "federated.privacy.delta=null cannot be derived with federated.privacy.neighbours=add_or_remove, under "
             "which the number of units is private. Set a constant below 1/n."
         )
+    knob = "federated.privacy.delta"
+    if delta is not None:
+        require_delta(delta, knob=knob)
     budget = PrivacyBudget(
         eps=eps, delta=1 / (2 * (public or 1)) if delta is None else delta, unit=unit, neighbours=neighbours
     )
     if public is not None:
-        budget.refuse_large_delta(public)
+        budget.refuse_large_delta(public, knob=knob)
     return budget
 
 
@@ -396,7 +414,11 @@ def spent_together(ledgers: Iterable[Path], *, accountant: AccountantName = "pld
 
 def _limit(budget: PrivacyBudget) -> str:
     """Return the setting that limits a budget's epsilon, with its value."""
-    return f"federated.privacy.{'collection_eps' if _side(budget.unit) == 'passage' else 'eps'}={budget.eps:g}"
+    return f"{_knob(budget)}={budget.eps:g}"
+
+
+def _knob(budget: PrivacyBudget) -> str:
+    return f"federated.privacy.{'collection_eps' if _side(budget.unit) == 'passage' else 'eps'}"
 
 
 def _side(unit: object) -> str:

@@ -112,7 +112,7 @@ def train_generator(
     law = Poisson(sample_rate=terms.batch_size / data.n_units)
     noise = calibrate_noise(
         eps=terms.eps, delta=budget.delta, neighbours=budget.neighbours, law=law, steps=steps,
-        accountant=privacy.accountant,
+        accountant=privacy.accountant, knob="task.eps",
     )  # fmt: skip
     ledger = SiloLedger(
         Path(state) / "private", budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file

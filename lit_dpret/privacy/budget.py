@@ -107,10 +107,10 @@ def with_rounding_paid(sensitivity: float, noise: NoiseName) -> float:
     return sensitivity * (1 + ROUNDING_SHARE) if noise == "discrete" else sensitivity
 
 
-def require_delta(delta: float) -> None:
+def require_delta(delta: float, *, knob: str = "privacy.delta") -> None:
     """Refuse a delta outside (0, 1)."""
     if not (isinstance(delta, (int, float)) and 0 < delta < 1):
-        raise ConfigurationError(f"privacy.delta={delta} must be between 0 and 1, both excluded.")
+        raise ConfigurationError(f"{knob}={delta} must be between 0 and 1, both excluded.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,13 +150,13 @@ class PrivacyBudget:
         require_choice("privacy.neighbours", self.neighbours, get_args(Neighbours))
         require_choice("datamodule.duplicates", self.duplicates, get_args(Duplicates))
 
-    def refuse_large_delta(self, units: int) -> None:
+    def refuse_large_delta(self, units: int, *, knob: str = "privacy.delta") -> None:
         """Refuse a delta that permits publishing one whole unit, given the public number of ``units``."""
         if self.delta >= 1 / units:
             raise ConfigurationError(
-                f"privacy.delta={self.delta:g} is not below 1/n = {1 / units:.3g} for n={units} units: "
+                f"{knob}={self.delta:g} is not below 1/n = {1 / units:.3g} for n={units} units: "
                 "such a guarantee allows publishing one unit outright. "
-                f"Set privacy.delta to {1 / (2 * units):.3g} or less.",
+                f"Set {knob} to {1 / (2 * units):.3g} or less.",
                 trap="T29",
             )
 
@@ -166,12 +166,12 @@ class PrivacyBudget:
         return replace(self, duplicates=duplicates, unit_by=getattr(data, "unit_by", self.unit_by))
 
     def refuse_other_units(
-        self, unit: str, neighbours: str, duplicates: str, where: str, *, unit_by: str | None
+        self, unit: str, neighbours: str, duplicates: str, where: str, *, unit_by: str | None, group: str = "privacy"
     ) -> None:
         """Refuse to add up with a guarantee about other units or neighbours, which ``where`` states."""
         for knob, own, other in (
-            ("privacy.unit", self.unit, unit),
-            ("privacy.neighbours", self.neighbours, neighbours),
+            (f"{group}.unit", self.unit, unit),
+            (f"{group}.neighbours", self.neighbours, neighbours),
             ("datamodule.duplicates", self.duplicates, duplicates),
         ):
             if own != other:

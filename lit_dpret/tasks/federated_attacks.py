@@ -302,7 +302,7 @@ def _rows(asker: Asker, way: Way, folder: Path, plan: CentroidPlan, delta: float
     budget = silo_budget(way.eps, delta, unit="query", neighbours="zero_out", units=len(queries))
     noise = calibrate_noise(
         eps=budget.eps, delta=budget.delta, neighbours=budget.neighbours, law=FullBatch(), steps=plan.iterations,
-        accountant="pld",
+        accountant="pld", knob="task.request_eps",
     )  # fmt: skip
     # A killed request stays charged in its ledger; that is harmless, since nothing of this study leaves the machine.
     ledger = SiloLedger(attempt_folder(folder), budget)

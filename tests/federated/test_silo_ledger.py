@@ -50,9 +50,18 @@ def test_requests_of_several_processes_add_up_and_one_that_the_budget_does_not_c
     silo = ledger(tmp_path)
     before, files = silo.epsilon(), sorted((silo.folder / "releases").iterdir())
     assert before == pytest.approx(cost((5.0, 6)))
-    with pytest.raises(BudgetExceededError, match="total_eps=4"):
+    with pytest.raises(BudgetExceededError, match=r"^federated\.privacy\.eps=4 "):
         centroids(silo, torch.randn(20, 4), 0.5)
     assert silo.epsilon() == before and sorted((silo.folder / "releases").iterdir()) == files
+    account = silo.training(noise_multiplier=1.0, max_grad_norm=1.0).ledger_of_dataset(BUDGET)
+    assert account is not None
+    with pytest.raises(BudgetExceededError, match=r"^federated\.privacy\.eps=4 "):
+        account.require([GaussianRelease(noise_multiplier=0.5, law=FullBatch(), count=2)])
+
+
+def test_a_share_that_no_noise_meets_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"^federated\.privacy\.request_share \* federated\.privacy\.eps="):
+        split_budget(PrivacyBudget(eps=1e-9, delta=1e-300), ((FullBatch(), 1),), requests=1)
 
 
 def test_every_release_is_written_down_before_and_after_and_noise_has_the_stated_size(tmp_path: Path) -> None:
@@ -107,11 +116,11 @@ def test_the_planned_noise_just_fits_the_budget() -> None:
     assert split_budget(BUDGET, laws, accountant="rdp").training < plan.training
 
 
-@pytest.mark.parametrize(("knob", "other"), [("privacy.unit", "pair"), ("datamodule.duplicates", "merge")])
+@pytest.mark.parametrize(("knob", "other"), [("federated.privacy.unit", "pair"), ("datamodule.duplicates", "merge")])
 def test_one_file_takes_one_kind_of_unit(knob: str, other: str, tmp_path: Path) -> None:
     centroids(ledger(tmp_path), torch.randn(20, 4), 4.0)
-    terms: dict[str, Any] = {knob.partition(".")[2]: other}
-    with pytest.raises(ConfigurationError, match=f"{knob}={other}"):
+    terms: dict[str, Any] = {knob.rpartition(".")[2]: other}
+    with pytest.raises(ConfigurationError, match=f"^{knob}={other}, "):
         centroids(ledger(tmp_path, replace(BUDGET, **terms)), torch.randn(20, 4), 4.0)
 
 
@@ -119,7 +128,9 @@ def test_delta_is_derived_where_the_number_of_units_may_be_known_and_refused_whe
     assert silo_budget(1.0, None, unit="query", neighbours="zero_out", units=50).delta == 0.01
     with pytest.raises(ConfigurationError, match="delta=null"):
         silo_budget(1.0, None, unit="query", neighbours="add_or_remove", units=50)
-    with pytest.raises(ConfigurationError, match="delta"):
+    with pytest.raises(ConfigurationError, match=r"^federated\.privacy\.delta=1\.5 "):
+        silo_budget(1.0, 1.5, unit="query", neighbours="zero_out", units=50)
+    with pytest.raises(ConfigurationError, match=r"^federated\.privacy\.delta=0\.1 "):
         silo_budget(1.0, 0.1, unit="query", neighbours="zero_out", units=50)
 
 

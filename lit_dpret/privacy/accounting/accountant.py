@@ -178,6 +178,7 @@ def calibrate_noise(
     accountant: AccountantName = "pld",
     tolerance: float = 1e-3,
     already: Iterable[Release] = (),
+    knob: str = "privacy.eps",
 ) -> float:
     """Return the least noise multiplier with which ``steps`` releases by ``law`` stay within ``eps``.
 
@@ -188,7 +189,7 @@ def calibrate_noise(
     """
     already = list(already)
     if not eps > 0:
-        raise ConfigurationError(f"privacy.eps={eps} is not a positive number.")
+        raise ConfigurationError(f"{knob}={eps} is not a positive number.")
     check_supported(law, accountant, neighbours)
     law = simplest_law(law)
     # Few digits: the multiplier is printed in full, and a user who types it in gets the same epsilon.
@@ -217,6 +218,7 @@ def calibrate_noise(
             steps=steps,
             tolerance=tolerance,
             already=already,
+            knob=knob,
         )
         start, stride = grid.index(uncapped), 1
         if spent(start) <= eps:
@@ -229,11 +231,11 @@ def calibrate_noise(
     found = least(spent, eps, start=start, most=most, stride=stride, place=grid.__getitem__)
     if found is None:
         raise ConfigurationError(
-            f"privacy.eps={eps:g} cannot be met by any noise: at a noise multiplier of {MOST_NOISE:g} the "
+            f"{knob}={eps:g} cannot be met by any noise: at a noise multiplier of {MOST_NOISE:g} the "
             f"{accountant} accountant still finds epsilon={show_epsilon(spent(most))} at delta={show_delta(delta)} for "
             f"{steps} steps"
             + (" and what was released before" if already else "")
-            + ". Raise privacy.eps or privacy.delta, plan fewer steps, or choose another privacy.accountant."
+            + ". Raise it or delta, plan fewer steps, or choose another accountant."
         )
     return grid[found]
 

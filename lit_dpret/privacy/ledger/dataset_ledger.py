@@ -162,6 +162,8 @@ class DatasetLedger:
         total_eps: ``privacy.total_eps``; None takes the limit that the file was created with.
         sweep: The sweep of which the run is a trial; its first reservation takes over one of the sweep's.
         group: The group of these two settings, for messages: ``task`` where a sweep reserves.
+        limit: The setting of the limit, for messages, if it is not ``total_eps``: in a federation, where no setting
+            names the file.
     """
 
     def __init__(
@@ -173,8 +175,15 @@ class DatasetLedger:
         accountant: AccountantName = "pld",
         sweep: str | None = None,
         group: str = "privacy",
+        limit: str | None = None,
     ) -> None:
         self.path = Path(path).expanduser()
+        self._limit = limit or f"{group}.total_eps"
+        self._named = f"{group}.dataset_ledger={self.path}" if limit is None else str(self.path)
+        self._budget_group = "privacy" if limit is None else limit.rpartition(".")[0]
+        self._less = (
+            "Lower privacy.eps, or plan fewer steps." if limit is None else "Plan fewer steps, rounds or requests."
+        )
         self._total_eps, self._budget, self._accountant = total_eps, budget, accountant
         self._sweep, self._group = sweep, group
         # The identity of the file as this object first saw it; another file at the same path would forget what was
@@ -223,7 +232,7 @@ class DatasetLedger:
 
     def check_history(self, run_id: str, heads: Sequence[str]) -> None:
         """Refuse a run as `reserve` would, by the hashes of its own ledger's records, without taking the lock."""
-        _check_history(run_id, DatasetFile.read(self.path).book, heads)
+        _check_history(run_id, DatasetFile.read(self.path).book, heads, self._named)
 
     def reserve(
         self,
@@ -242,7 +251,7 @@ class DatasetLedger:
         with DatasetFile.open(self.path) as file:
             book = file.book
             terms = self._agreed(book)
-            _check_history(run_id, book, heads)
+            _check_history(run_id, book, heads, self._named)
             taken = self._place(book, run_id, Charge.of(planned))
             try:
                 others = _without(book.entries, taken)
@@ -262,7 +271,7 @@ class DatasetLedger:
         """Replace a run's reservation by the charge in its own ledger; never refused for the cost."""
         with DatasetFile.open(self.path) as file:
             terms = self._agreed(file.book)
-            _check_history(run_id, file.book, heads)
+            _check_history(run_id, file.book, heads, self._named)
             file.append("settle", **self._facts(run_id, spent, heads, name, terms))
             return self._total(file.book.entries, terms)
 
@@ -318,11 +327,10 @@ class DatasetLedger:
     def _agreed(self, book: DatasetBook) -> dict[str, Any]:
         """Return the terms of the file, or those with which it would be created now."""
         budget, group = self._budget, self._group
-        where = f"{group}.dataset_ledger={self.path} counts under"
         if self._identity not in (None, book.identity):
             raise LedgerError(
-                f"{group}.dataset_ledger={self.path} is another file than at the start of this run. Restore that file: "
-                "it records what all runs have spent."
+                f"{self._named} is another file than at the start of this run. Restore that file: it records what all "
+                "runs have spent."
             )
         if book.terms is None:
             if self._total_eps is None:
@@ -334,11 +342,16 @@ class DatasetLedger:
         else:
             terms = book.terms
         budget.refuse_other_units(
-            terms["unit"], terms["neighbours"], terms["duplicates"], where, unit_by=terms.get("unit_by")
+            terms["unit"],
+            terms["neighbours"],
+            terms["duplicates"],
+            f"{self._named} counts under",
+            unit_by=terms.get("unit_by"),
+            group=self._budget_group,
         )
         if self._total_eps is not None and self._total_eps != terms["total_eps"]:
             raise ConfigurationError(
-                f"{group}.total_eps={self._total_eps:g}, but {self.path} was begun with {terms['total_eps']:g}, and no "
+                f"{self._limit}={self._total_eps:g}, but {self.path} was begun with {terms['total_eps']:g}, and no "
                 "later run changes the limit of a data set. Set it to that, or to null to take it from the file."
             )
         return terms
@@ -389,11 +402,10 @@ class DatasetLedger:
             "wait for them to end, or resume those that were killed."
         )  # fmt: skip
         raise BudgetExceededError(
-            f"privacy.total_eps={total.total_eps:g} does not cover this run: the {before.runs} other runs in "
-            f"privacy.dataset_ledger={self.path} hold epsilon {show_epsilon(before.epsilon)}, and with this one it "
+            f"{self._limit}={total.total_eps:g} does not cover this run: the {before.runs} other runs in "
+            f"{self._named} hold epsilon {show_epsilon(before.epsilon)}, and with this one it "
             f"would be {show_epsilon(total.epsilon)} (delta={show_delta(total.delta)}, unit={terms['unit']}, "
-            f"neighbours={terms['neighbours']}, composed by {total.accountant}).{waiting} "
-            "Lower privacy.eps, or plan fewer steps."
+            f"neighbours={terms['neighbours']}, composed by {total.accountant}).{waiting} {self._less}"
         )
 
 
@@ -405,11 +417,11 @@ def _planned(given: Charge | Sequence[Release]) -> Entry:
     return Entry(Charge.of(given), "", False, "")
 
 
-def _check_history(run_id: str, book: DatasetBook, heads: Sequence[str]) -> None:
+def _check_history(run_id: str, book: DatasetBook, heads: Sequence[str], named: str) -> None:
     """Refuse a run whose own ledger lacks what it held at its last reservation or settlement."""
     entry = book.entries.get(run_id)
     if entry is not None and entry.head and entry.head not in heads:
         raise LedgerError(
-            f"Run {run_id} ({entry.name}) has a ledger older than the one that privacy.dataset_ledger knows: its "
-            "folder was copied or restored, and its later spending would be lost. Resume the newest copy."
+            f"Run {run_id} ({entry.name}) has a ledger older than the one that {named} knows: its folder "
+            "was copied or restored, and its later spending would be lost. Resume the newest copy."
         )

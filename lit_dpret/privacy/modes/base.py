@@ -92,6 +92,7 @@ class PrivacyMode(ABC):
         fixed_shapes: Whether every physical batch is padded to one shape, and no branch may depend on a value; set
             before ``attach``.
         delta_at_most: The delta of the run that training starts from; no claim about both runs is stated above it.
+        limit: The setting of the limit of the data-set ledger, for messages, if it is not ``privacy.total_eps``.
         bounds_any_rows: Whether the bound on a unit holds even where all other rows of its batch get another gradient
             without it, as may happen in low precision.
     """
@@ -117,6 +118,7 @@ class PrivacyMode(ABC):
     secure_rng: bool = False
     noise_seed: int | None = None
     delta_at_most: float | None = None
+    limit: str | None = None
     _sums: Any  # set by `attach`: a clipping engine, or `GradientSums`
 
     def __init__(self) -> None:

@@ -211,7 +211,9 @@ class GaussianMode(PrivacyMode):
                 f"privacy.dataset_ledger={path} is inside the run folder {run_dir}, where no other run on the data "
                 "set would find it. Put it next to the data."
             )
-        return DatasetLedger(path, total_eps=self.total_eps, budget=budget, accountant=self.accountant)
+        return DatasetLedger(
+            path, total_eps=self.total_eps, budget=budget, accountant=self.accountant, limit=self.limit
+        )
 
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         self.counts = StepCounts()
