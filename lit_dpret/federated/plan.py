@@ -61,6 +61,7 @@ class FederationPlan(Safeguards, SuperLinkTarget):
             given = getattr(self, name)
             self._set(name, given if isinstance(given, kind) else built(kind, given, f"federated.{name}"))
         self._set("state", None if self.state is None else Path(self.state))
+        self.planted.check("federated.planted")
         if self.silos == PLANTED:
             self._set("model", replace(self.model, planted=self.planted))
         self._refuse_sample()

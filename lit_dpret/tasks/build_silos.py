@@ -50,6 +50,7 @@ class BuildSilos(Settings):
         self.sample = picked(self, "max_train_queries", "max_passages")
         if not isinstance(self.planted, Planted):
             self.planted = built(Planted, self.planted, "task.planted")
+        self.planted.check("task.planted")
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Build, write and report; return the number of clients."""

@@ -258,7 +258,7 @@ def test_what_the_task_refuses(settings: dict[str, Any], message: str) -> None:
     ({"privacy": {"eps": 8.0}, "stage1": {"in_batch": True}}, r"federated\.stage1\.in_batch=true"),
     ({"privacy": {"eps": 8.0}, "declare_public": False}, r"federated\.privacy\.collection_eps"),
     *(({"clients": value}, r"federated\.clients=") for value in ("abc", True, 0, 2.5)),
-    *(({"planted": {knob: value}}, rf"planted\.{knob}={value!r}") for knob, value in (
+    *(({"planted": {knob: value}}, rf"^federated\.planted\.{knob}={value!r} ") for knob, value in (
         ("clients", "3"), ("entities", "many"), ("questions", 1.5), ("hubs", "0"), ("duplicates", -1), ("seed", True),
         ("common", "false"), ("shared", "half"), ("skew", "abc"), ("skew", float("nan")),
     )),

@@ -268,7 +268,7 @@ def test_common_entities_are_told_of_everywhere_and_no_two_clients_tell_the_same
         assert {len(query.positives) for query in silo.queries if query.split == "train"} == {1}
         assert {len(query.positives) for query in silo.queries if query.split == "test"} == {2}
     with pytest.raises(ConfigurationError, match="attributes=6"):
-        Planted(clients=3, attributes=6, told=3, common=True)
+        planted_silos(Planted(clients=3, attributes=6, told=3, common=True))
 
 
 # -- task=build_silos
@@ -302,7 +302,8 @@ def test_planted_silos_are_built_once_and_nothing_is_overwritten(
     ({"source": "newsqa", "newsqa": "x.json"}, r"task\.cnn_urls"),
     ({"source": "medquad"}, r"task\.folder"),
     ({"source": "planted", "planted": {"clints": 3}}, "clints"),
-    ({"source": "planted", "planted": {"told": 2, "questions": 3}}, "questions=3, told=2"),
+    ({"source": "planted", "planted": {"hubs": -1}}, r"^task\.planted\.hubs=-1 "),
+    ({"source": "planted", "planted": {"told": 2, "questions": 3}}, r"^task\.planted: questions=3, told=2"),
 ])  # fmt: skip
 def test_a_source_that_cannot_be_built_is_refused_before_anything_is_read(settings: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

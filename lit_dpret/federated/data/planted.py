@@ -38,8 +38,8 @@ class Planted:
     skew: float = 1.0  # the last client has ``1 / skew`` of the first one's entities; the others are in between
     seed: int = 0  # of everything
 
-    def __post_init__(self) -> None:
-        where = "planted"
+    def check(self, where: str = "planted") -> Planted:
+        """Refuse invalid sizes; ``where`` comes before each name in the message."""
         require_whole(where, self, 1, "clients", "entities", "attributes", "told", "questions", "phrasings")
         require_whole(where, self, 0, "hubs", "duplicates", "seed")
         require_switch(where, self, "common")
@@ -47,17 +47,18 @@ class Planted:
         require_number(where, self, "skew")
         if not self.questions <= self.told <= self.attributes:
             raise ConfigurationError(
-                f"planted: questions={self.questions}, told={self.told} and attributes={self.attributes} must not "
+                f"{where}: questions={self.questions}, told={self.told} and attributes={self.attributes} must not "
                 "decrease in this order: a question is about a fact in a passage, and a fact is one of the attributes."
             )
         if self.common and self.clients * self.told > self.attributes:
             raise ConfigurationError(
-                f"planted.common=true divides attributes={self.attributes} of an entity among "
+                f"{where}.common=true divides attributes={self.attributes} of an entity among "
                 f"clients={self.clients}, which leaves less than told={self.told} for each. Raise attributes, or lower "
                 "told."
             )
         if not 0 <= self.shared <= 1 or not self.skew >= 1:
-            raise ConfigurationError(f"planted.shared={self.shared} must be in [0, 1] and skew={self.skew} at least 1.")
+            raise ConfigurationError(f"{where}.shared={self.shared} must be in [0, 1] and skew={self.skew} at least 1.")
+        return self
 
 
 _FILLERS = tuple(f"filler{i}" for i in range(12))
@@ -78,6 +79,7 @@ def planted_silos(size: Planted) -> list[Silo]:
         - The same ``size`` gives the same silos on every machine.
         - A question is answered by the sentence that states its attribute of its entity, and by its near duplicates.
     """
+    size.check()
     return [_silo(size, number) for number in range(size.clients)]
 
 
