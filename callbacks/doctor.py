@@ -28,7 +28,7 @@ from lit_dpret.callbacks.planning import PlannedRun, accountant_of, plan_run, re
 from lit_dpret.callbacks.refusals import complaints, refuse_endless_losses, refuse_protected_queries
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
 from lit_dpret.cards.forecast import cautions
-from lit_dpret.errors import LitDpretError
+from lit_dpret.errors import LitDpretError, told
 from lit_dpret.privacy.accounting.coupled_sensitivity import Coupling
 from lit_dpret.privacy.batches import PADDING, UnitBatch
 from lit_dpret.privacy.budget import LARGE_DELTA, large_delta, show_delta
@@ -78,7 +78,7 @@ class Examination:
             "privacy": self.privacy,
             "verdict": "refused" if self.refused else "passed",
             "findings": [asdict(finding) for finding in self.findings],
-            "cautions": [] if plan is None else cautions(plan),
+            "cautions": [] if plan is None else [told(caution) for caution in cautions(plan)],
             "plan": None if plan is None else plan.to_dict(),
         }
 
@@ -103,7 +103,7 @@ class Examination:
                 f"Planned: {self.planned.steps} steps by {plan.law.describe()}, noise multiplier "
                 f"{plan.noise_multiplier:.4g}, {promise}"
             )
-            lines += [f"note: {caution}" for caution in cautions(plan)]
+            lines += [f"note: {told(caution)}" for caution in cautions(plan)]
         return "\n".join(lines)
 
 
@@ -136,7 +136,7 @@ def examine(trainer: L.Trainer, module: Any, data: Any) -> Examination:
     for at, finding in enumerate(found):
         if finding.status == "passed" and finding.trap in instead:
             status, text = instead[finding.trap]
-            found[at] = replace(finding, status=status, text=text)
+            found[at] = replace(finding, status=status, text=told(text))
     return Examination(name, found, planned)
 
 
@@ -163,7 +163,7 @@ class _Look:
 
     def findings(self, trap: Trap, guarantee: str, mode: str) -> list[Finding]:
         def found(status: Status, text: str) -> Finding:
-            return Finding(trap.name, trap.title, status, text, trap.severity)
+            return Finding(trap.name, trap.title, status, text if status == "refused" else told(text), trap.severity)
 
         refused = [str(e) for e in self.refusals if e.trap == trap.name]
         if refused:
@@ -258,13 +258,13 @@ def _bounded(plan: PrivacyPlan, coupling: Coupling) -> tuple[Status, str]:
 
 def _declared(module: Any, callbacks: list[Any]) -> dict[str, str]:
     """Return, by trap, the leaks that settings of the module and the callbacks ask for."""
-    told = {}
+    asked = {}
     shown = [leak for callback in callbacks if (leak := getattr(callback, "declared_leak", None))]
     if getattr(module, "log_private_loss", False):
         shown.insert(0, "model.log_private_loss=true logs the loss of private rows.")
     if shown:
-        told["T25"] = " ".join(shown)
+        asked["T25"] = " ".join(shown)
     seed = getattr(getattr(module, "privacy", None), "noise_seed", None)
     if seed is not None:
-        told["T21"] = f"privacy.noise_seed={seed} keys the noise with a published number."
-    return {trap: f"{text} A fit would run; its card would state no epsilon." for trap, text in told.items()}
+        asked["T21"] = f"privacy.noise_seed={seed} keys the noise with a published number."
+    return {trap: f"{text} A fit would run; its card would state no epsilon." for trap, text in asked.items()}

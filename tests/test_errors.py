@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lit_dpret import errors
+from lit_dpret.callbacks.traps import TRAPS
 from lit_dpret.config import groups, names
 from lit_dpret.errors import ConfigurationError, in_python
 
@@ -45,6 +46,11 @@ def test_no_error_that_python_reaches_speaks_of_the_command_line() -> None:
     assert len(found) > 100  # the command line is spoken to by the same sentences
     left = [(place, in_python(text)) for place, text in found if OF_THE_COMMAND_LINE.search(in_python(text))]
     assert not left, "\n".join(map(str, left))
+
+
+def test_what_the_doctor_says_of_a_trap_can_be_said_in_python() -> None:
+    found = [trap.instead for trap in TRAPS if OF_THE_COMMAND_LINE.search(trap.instead)]
+    assert found and not [text for text in map(in_python, found) if OF_THE_COMMAND_LINE.search(text)]
 
 
 @pytest.mark.parametrize("group", [group for group in errors._CHOICES if group != "trainer"])

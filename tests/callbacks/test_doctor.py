@@ -98,6 +98,22 @@ def test_a_run_without_a_claim_has_none_to_lose(tmp_path: Path) -> None:
     assert not found.refused and {f.trap: f.status for f in found.findings}["T25"] == "does not apply"
 
 
+def test_python_is_told_of_settings_by_its_own_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_dpret.errors.on_command_line", False)
+    found = Case(tmp_path, wrap=logging, mode={"noise_seed": 0, "noise_multiplier": 0.01}).examined()
+    texts = {finding.trap: finding.text for finding in found.findings}
+    assert (
+        "; secure_rng=True uses" in texts["T22"] and "(PrivacyCard(tuning_method=...), lit-dpret task=" in texts["T28"]
+    )
+    assert texts["other"].startswith("noise_multiplier=0.01 ")
+    found = Case(tmp_path, wrap=logging, mode={"noise_seed": 0}).examined()
+    texts = {finding.trap: finding.text for finding in found.findings}
+    assert texts["T25"].startswith("log_private_loss=True ") and texts["T21"].startswith("noise_seed=0 ")
+    assert "Set delta=" in texts["T29"] and "Set delta=" in found.to_dict()["cautions"][0]
+    none = Case(tmp_path, make_mode=NoPrivacy).examined()
+    assert "privacy=NoPrivacy makes no claim" in {finding.trap: finding.text for finding in none.findings}["T25"]
+
+
 @pytest.mark.parametrize("bad", [False, True])
 def test_the_task_writes_its_findings_and_raises_where_something_is_refused(
     bad: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
