@@ -113,7 +113,7 @@ class SyntheticDataModule(PairsDataModule):
         if found["corpus"]:
             passages = open_corpus(found["corpus"], self._corpus_settings(), complain=complain)
         if self.evaluation is None:
-            return read_parts(**{**found, "corpus": passages}, complain=complain)
+            return read_parts(**{**found, "corpus": passages}, complain=complain, repeated=self.repeated_judgements)
         other, texts = self.evaluation.collection, dict(passages.texts)
         for passage_id, text in self.evaluation.public_passages().items():
             if texts.setdefault(passage_id, text) != text:
@@ -121,7 +121,7 @@ class SyntheticDataModule(PairsDataModule):
                     f"{self.folder}: passage {passage_id!r} has another text in {other.source} (datamodule.evaluation)."
                 )
         passages = Passages(texts, {**passages.domains, **other.passage_domains})
-        own = read_parts(**{**found, "corpus": passages}, complain=complain)
+        own = read_parts(**{**found, "corpus": passages}, complain=complain, repeated=self.repeated_judgements)
         qrels, queries, domains = dict(own.qrels), dict(own.queries), dict(own.domains)
         for split, judged in other.qrels.items():
             if split == "train" or split in own.qrels:

@@ -89,6 +89,14 @@ def test_an_option_composes_of_arguments_and_what_is_safe_is_made(group: str, op
         assert instantiate(cfg[group], _convert_="all") is not None
 
 
+@pytest.mark.parametrize("name", ["insuranceqa", "msmarco", "pairs", "squad", "synthetic"])
+def test_what_a_refusal_of_judgements_names_can_be_set(name: str) -> None:
+    given = {"repeated_judgements": "highest", "drop_queries_without_passage": True}
+    chosen = [f"datamodule.{knob}={value}" for knob, value in given.items()]
+    found = composed(f"datamodule={name}", *NEEDED.get(f"datamodule.{name}", []), *chosen)
+    assert wrong_keys(found) == [] and {knob: found.datamodule[knob] for knob in given} == given
+
+
 def test_a_model_is_given_the_sources_of_negatives_that_were_made(tmp_path: Path) -> None:
     names = [option for group, option in OPTIONS if group == "negatives"]
     chosen = [f"negatives=[{','.join(names)}]", "model.negatives.labelled.file=x"]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,3 +143,21 @@ def test_a_list_of_queries_that_makes_no_sense_is_refused(
         listed.write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=named):
         SyntheticDataModule(folder=written, keep=listed).setup()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_a_refusal_of_its_judgements_names_is_obeyed(elsewhere: bool, written: Path, harbour: Path) -> None:
+    with (written / "qrels" / "train.tsv").open("a", encoding="utf-8") as file:
+        file.write("genQ0\tp1\t2\n")
+    with (written / "queries.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"_id": "genQ9", "text": "invented 9"}\n')
+    given: dict[str, Any] = {"folder": written}
+    if elsewhere:
+        given["evaluation"] = PairsDataModule(folder=harbour)
+    with pytest.raises(DataError, match=r"datamodule\.repeated_judgements"):
+        SyntheticDataModule(**given).setup("fit")
+    given["repeated_judgements"] = "highest"
+    with pytest.raises(DataError, match=r"datamodule\.drop_queries_without_passage"):
+        SyntheticDataModule(**given).setup("fit")
+    read = SyntheticDataModule(**given, drop_queries_without_passage=True).collection
+    assert read.qrels["train"]["genQ0"] == {"p1": 2} and "genQ9" not in read.queries
