@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from lit_dpret.callbacks.own_code import holds_data, settings_in
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, ResumeError
-from lit_dpret.privacy.ledger.gate import public_names
+from lit_dpret.privacy.ledger.gate import public_names, way_to_declare
 from lit_dpret.privacy.ledger.trained import TRAINED_KEY
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 from lit_dpret.privacy.state_watch import checksums
@@ -241,7 +241,7 @@ class CheckpointGate:
                     f"A checkpoint under privacy={self._module.privacy.name} would hold {name}, which changed since "
                     "the training began: a number computed from private rows is an uncounted release. Remove it; or "
                     "list its name in public_metrics of the object that holds it, if it depends on no private row; or "
-                    "set model.log_private_loss=true, and the card will name it and state no epsilon.",
+                    f"{way_to_declare(self._module)}, and the card will name it and state no epsilon.",
                     trap="T25",
                 )
             self._declare(f"{name} in a checkpoint")

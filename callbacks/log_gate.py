@@ -86,7 +86,7 @@ class LogGate:
 
     def private(self, what: str) -> None:
         if self._declare is None:
-            raise undeclared_metric(what, self._module.privacy)
+            raise undeclared_metric(what, self._module)
         self._declare(what)
 
     def new(self, logger: Any, metrics: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], int | None]:

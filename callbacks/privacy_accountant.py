@@ -456,7 +456,7 @@ class PrivacyAccountant(RunLedgers):
         if name in self._noted:
             return
         if self._ended:
-            raise undeclared_metric(repr(name), self._module.privacy)
+            raise undeclared_metric(repr(name), self._module)
         self._noted.add(name)
         if self._ranks.is_first:
             self.ledger.append("event", name=PRIVATE_LOG_EVENT, logged=name)

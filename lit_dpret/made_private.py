@@ -71,6 +71,7 @@ class MadePrivate(PrivateModule):
     """The result of `make_private`: the inner module, trained by the loop of `PrivateModule`."""
 
     way_out_of_coupling = "collate_fn and per_row_loss; in-batch negatives need lit_dpret.modules.DualEncoder"
+    way_to_declare = "derive from PrivateModule and set log_private_loss=True"
 
     def __init__(
         self,

@@ -328,7 +328,7 @@ def test_weights_are_not_written_among_files_of_something_else(tmp_path: Path) -
 class Validation(L.Callback):
     """A validation loss of public rows, every two steps."""
 
-    public_metrics = ("val_loss",)
+    public_metrics: tuple[str, ...] = ("val_loss",)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch.last and (batch.step + 1) % 2 == 0:
@@ -341,6 +341,12 @@ def test_the_best_checkpoint_by_a_public_validation_loss_is_kept(tmp_path: Path)
     with pytest.raises(ConfigurationError, match="public_metrics") as found:
         fit(tmp_path / "undeclared", made(), callbacks=[kept])
     assert found.value.trap == "T25"
+
+    class Undeclared(Validation):
+        public_metrics = ()
+
+    with pytest.raises(ConfigurationError, match="or derive from PrivateModule and set log_private_loss=True, and"):
+        fit(tmp_path / "logged", made(), callbacks=[Undeclared()])
     trainer = fit(tmp_path / "run", made(), callbacks=[Validation(), kept, EarlyStopping("val_loss", patience=9)])
     assert kept.best_model_score == min(kept.best_k_models.values())
     assert "val_loss" in trainer.callback_metrics and card_in(tmp_path / "run")["claim"]["guarantee"] == "dp"

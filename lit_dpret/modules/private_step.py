@@ -140,7 +140,7 @@ class PrivateStep(Checkpointed):
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log as Lightning does; under a guarantee, only declared public values or declared leaks."""
         if self._hides_rows and name not in self._public() and not tells_progress(name, value, self._trainer):
-            raise undeclared_metric(repr(name), self.privacy)
+            raise undeclared_metric(repr(name), self)
         if not self._rehearses:
             super().log(name, value, *args, **kwargs)
 

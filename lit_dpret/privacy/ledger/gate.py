@@ -127,15 +127,20 @@ def tells_progress(name: str, value: Any, trainer: Any) -> bool:
     return found.numel() == 1 and found.dtype != torch.bool and found.item() in counts
 
 
-def undeclared_metric(what: str, mode: Any) -> ConfigurationError:
-    """Return the error for showing ``what``, an uncounted number."""
+def undeclared_metric(what: str, module: Any) -> ConfigurationError:
+    """Return the error for showing ``what``, an uncounted number, in the training of ``module``."""
     return ConfigurationError(
-        f"{what} is logged inside a run with privacy={getattr(mode, 'name', mode)}: a number computed on private rows "
+        f"{what} is logged inside a run with privacy={module.privacy.name}: a number computed on private rows "
         "is an uncounted release. Remove it. If it depends on no private row, list its name in public_metrics of the "
-        "module or callback that logs it; or set model.log_private_loss=true, and the card will name it and state no "
+        f"module or callback that logs it; or {way_to_declare(module)}, and the card will name it and state no "
         "epsilon.",
         trap="T25",
     )
+
+
+def way_to_declare(module: Any) -> str:
+    """Return how the user of a module declares a leak, for messages; `make_private` has no such argument."""
+    return getattr(module, "way_to_declare", "set model.log_private_loss=true")
 
 
 class ReleaseGate:
