@@ -230,12 +230,13 @@ def calibrate_noise(
         start, stride = (most, stride) if guess is None else (guess, 1)
     found = least(spent, eps, start=start, most=most, stride=stride, place=grid.__getitem__)
     if found is None:
+        where = "privacy." if knob == "privacy.eps" else ""
         raise ConfigurationError(
             f"{knob}={eps:g} cannot be met by any noise: at a noise multiplier of {MOST_NOISE:g} the "
             f"{accountant} accountant still finds epsilon={show_epsilon(spent(most))} at delta={show_delta(delta)} for "
             f"{steps} steps"
             + (" and what was released before" if already else "")
-            + ". Raise it or delta, plan fewer steps, or choose another accountant."
+            + f". Raise {knob} or {where}delta, plan fewer steps, or choose another {where}accountant."
         )
     return grid[found]
 
