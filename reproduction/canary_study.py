@@ -15,8 +15,9 @@ from typing import Any
 import lightning as L
 
 from lit_dpret.audit.canaries import CanarySuite
+from lit_dpret.audit.canaries.canary import Knobs
 from lit_dpret.audit.canaries.findings import Cell, Outcome, cells_of
-from lit_dpret.audit.canaries.suite import Knobs, plant_in_run
+from lit_dpret.audit.canaries.suite import plant_in_run
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
@@ -30,7 +31,10 @@ from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
 from reproduction.study import Study, budget_name, refuse_other_modes
 
 NAME = "canaries"
-_KNOBS = Knobs(queries="task.canaries.queries", count="task.canaries.count")
+_KNOBS = Knobs(
+    group="task.canaries", queries="task.canaries.queries", count="task.canaries.count",
+    echo="task.canaries.kinds=[echo]",
+)  # fmt: skip
 _HOW_NOT_WHAT = ("hydra.run.dir=", "privacy.secret_file=")  # parts of a command that change no number
 
 
@@ -56,6 +60,7 @@ class CanaryStudy(Study):
     def __post_init__(self) -> None:
         require_whole("task", self, 1, "trainings", "steps", "batch")
         require_budgets("task.eps", self.eps, some=True)
+        self.canaries.check(_KNOBS)
         if self.keep_models:
             self.canaries.refuse_splits(_KNOBS)
         if self.canaries.include != 1:

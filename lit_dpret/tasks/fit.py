@@ -220,7 +220,7 @@ def released_canaries(parts: Parts) -> CanarySuite | None:
     """Return the canaries to plant in a released model."""
     canaries: CanarySuite | None = parts.make_canaries()
     if canaries is not None:
-        canaries.refuse_splits()
+        canaries.check().refuse_splits()
     return canaries
 
 

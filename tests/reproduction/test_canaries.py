@@ -74,6 +74,8 @@ def test_a_model_that_stays_takes_no_canaries_from_peoples_queries(tmp_path: Pat
     assert not (tmp_path / "trained" / "privacy_ledger.jsonl").exists()
     with pytest.raises(ConfigurationError, match=r"task\.canaries\.queries=dev"):
         study(canaries=suite, keep_models=True)
+    with pytest.raises(ConfigurationError, match=r"^task\.canaries\.count=0 "):
+        study(canaries=replace(SUITE, count=0))
     study(canaries=suite)
 
 

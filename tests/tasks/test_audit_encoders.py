@@ -20,6 +20,7 @@ from conftest import digit_tokenizer
 
 from lit_dpret.audit.canaries import CANARIES, CanarySuite, read_canaries
 from lit_dpret.audit.canaries.canary import check_all_fit
+from lit_dpret.audit.canaries.coin_flips import KNOBS
 from lit_dpret.audit.canaries.scores import score_pairs
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
@@ -164,6 +165,8 @@ def test_what_makes_no_sense_for_a_dual_encoder_is_refused_and_told_what_to_take
     check_all_fit(InPieces(), [replace(sentinel, kind="echo")])
     with pytest.raises(ConfigurationError, match=r"no unused tokens <extra_id_N>.*canaries\.kinds=\[echo\]"):
         check_all_fit(InPieces(), [sentinel])
+    with pytest.raises(ConfigurationError, match=r"Choose callbacks\.audit\.kind=echo, "):
+        check_all_fit(InPieces(), [sentinel], KNOBS)
     alike = [replace(one, passage="bana") for one in read_canaries(run).canaries]
     with pytest.raises(ConfigurationError, match="All canaries have the same passage"):
         score_pairs(load_towers(run / "model"), alike)

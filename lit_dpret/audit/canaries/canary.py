@@ -113,26 +113,37 @@ def _text(canaries: CanarySet) -> str:
 _PIECES = 2  # a tokenizer may put a white-space mark before the token
 
 
-def check_all_fit(reader: object, canaries: Iterable[Canary], *, shorter: str | None = None) -> None:
-    """Refuse a canary whose secret a model would truncate; a reader without tokens refuses nothing.
+@dataclass(frozen=True)
+class Knobs:
+    """The names of the settings that errors about a suite mention."""
 
-    ``shorter`` says what else helps with a text that is too long, in addition to raising the length.
-    """
+    group: str = "canaries"
+    queries: str = "canaries.queries"
+    count: str = "canaries.count"
+    echo: str = "canaries.kinds=[echo]"
+    shorter: str | None = None  # advice for texts that are too long, in addition to raising the length
+
+
+KNOBS = Knobs()
+
+
+def check_all_fit(reader: object, canaries: Iterable[Canary], knobs: Knobs = KNOBS) -> None:
+    """Refuse a canary whose secret a model would truncate; a reader without tokens refuses nothing."""
     for canary in canaries:
-        check_sentinels(reader, canary)
+        check_sentinels(reader, canary, knobs)
         for side, whole, read in _token_ids(reader, canary):
             if whole != read:
                 longest = max(map(len, read))
                 words = "suffix" if canary.kind == "echo" else side
                 raise ConfigurationError(
                     f"Canary {canary.name}: its {side} is longer than model.max_{side}_length={longest}, so the secret "
-                    f"would be cut. Raise it, or {shorter or f'lower canaries.{words}_words'}."
+                    f"would be cut. Raise it, or {knobs.shorter or f'lower {knobs.group}.{words}_words'}."
                 )
             if len(set(map(tuple, whole))) < len(whole):
                 raise ConfigurationError(
                     f"Canary {canary.name}: the tokenizer gives two candidates the same tokens. Does it know the "
                     "characters of the secrets? A new_token canary needs a model with as many <extra_id_N> as "
-                    "canaries.new_tokens."
+                    f"{knobs.group}.new_tokens."
                 )
 
 
@@ -159,7 +170,7 @@ def _token_ids(
             yield side, whole, read
 
 
-def check_sentinels(reader: object, canary: Canary) -> None:
+def check_sentinels(reader: object, canary: Canary, knobs: Knobs = KNOBS) -> None:
     """Raise `ConfigurationError` if the tokenizer splits an unused token of T5 into several tokens."""
     if canary.kind != "new_token" or not hasattr(reader, "token_ids"):
         return
@@ -167,6 +178,6 @@ def check_sentinels(reader: object, canary: Canary) -> None:
     if found is not None and len(found[1]) - len(found[0]) > _PIECES:
         raise ConfigurationError(
             f"Canary {canary.name} is of kind new_token, and this model has no unused tokens <extra_id_N>: its "
-            f"tokenizer splits one into {len(found[1]) - len(found[0])} tokens. Choose canaries.kinds=[echo], whose "
+            f"tokenizer splits one into {len(found[1]) - len(found[0])} tokens. Choose {knobs.echo}, whose "
             "secrets are rare words."
         )

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lit_dpret.audit.canaries.canary import CANARIES, CanarySet, check_all_fit, read_canaries, write_canaries
-from lit_dpret.audit.canaries.suite import CanarySuite, Knobs, planted_facts
+from lit_dpret.audit.canaries.canary import CANARIES, CanarySet, Knobs, check_all_fit, read_canaries, write_canaries
+from lit_dpret.audit.canaries.suite import CanarySuite, planted_facts
 from lit_dpret.datamodules.images import ImageRow
 from lit_dpret.datamodules.rows import Row
 from lit_dpret.datamodules.unit_dataset import Planted
@@ -126,6 +126,8 @@ def _made(text: str) -> CoinFlips:
 
 
 KNOBS = Knobs(
+    group="callbacks.audit",
+    echo="callbacks.audit.kind=echo",
     queries="callbacks.audit.queries",
     count="callbacks.audit.canaries",
     shorter="use shorter queries (a file of them as callbacks.audit.queries) or another callbacks.audit.kind",
@@ -168,7 +170,7 @@ def coins_in_run(
         known: Mapping[str, Any] = settings | {"count": len(found.rows)}
     else:
         read = read_canaries(path)
-        check_all_fit(reader, read.canaries, shorter=KNOBS.shorter)
+        check_all_fit(reader, read.canaries, KNOBS)
         found, known = coins_of(read), read.settings
     for name, value in settings.items():
         if known.get(name) != value:

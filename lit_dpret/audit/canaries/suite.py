@@ -22,10 +22,12 @@ import numpy as np
 
 from lit_dpret.audit.canaries.canary import (
     CANARIES,
+    KNOBS,
     OWN_ID,
     Canary,
     CanarySet,
     Kind,
+    Knobs,
     Side,
     check_all_fit,
     check_sentinels,
@@ -92,18 +94,6 @@ class _Material:
         return sorted(words)
 
 
-@dataclass(frozen=True)
-class Knobs:
-    """The names of the settings that errors about a suite mention."""
-
-    queries: str = "canaries.queries"
-    count: str = "canaries.count"
-    shorter: str | None = None  # advice for texts that are too long, in addition to raising the length
-
-
-_KNOBS = Knobs()
-
-
 @dataclass(frozen=True, kw_only=True)
 class CanarySuite:
     """Canaries for every combination of kind, side and repetitions.
@@ -146,36 +136,39 @@ class CanarySuite:
     # model. Anyone who knows it knows the secrets.
     seed: int | None = None
 
-    def __post_init__(self) -> None:
+    def check(self, knobs: Knobs = KNOBS) -> CanarySuite:
+        """Refuse settings that make no canaries; return the suite."""
+        group = knobs.group
         for name, chosen, known in (("kinds", self.kinds, get_args(Kind)), ("sides", self.sides, get_args(Side))):
             if not chosen or len(set(chosen)) < len(chosen) or set(chosen) - set(known):
                 raise ConfigurationError(
-                    f"canaries.{name}={list(chosen)} must be some of {', '.join(known)}, each once."
+                    f"{group}.{name}={list(chosen)} must be some of {', '.join(known)}, each once."
                 )
         if not self.repetitions or len(set(self.repetitions)) < len(self.repetitions) or min(self.repetitions) < 1:
             raise ConfigurationError(
-                f"canaries.repetitions={list(self.repetitions)} must be integers of at least 1, each once."
+                f"{group}.repetitions={list(self.repetitions)} must be integers of at least 1, each once."
             )
         least = {"count": 1, "candidates": 2, "query_words": 1, "passage_words": 1, "suffix_words": 1, "new_tokens": 2}
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
-                raise ConfigurationError(f"canaries.{name}={getattr(self, name)} must be at least {lowest}.")
+                raise ConfigurationError(f"{group}.{name}={getattr(self, name)} must be at least {lowest}.")
         if self.seed is not None and (not is_whole(self.seed) or self.seed < 0):
-            raise ConfigurationError(f"canaries.seed={self.seed!r} must be a non-negative integer, or null.")
+            raise ConfigurationError(f"{group}.seed={self.seed!r} must be a non-negative integer, or null.")
         if self.include not in (0.5, 1.0):
             raise ConfigurationError(
-                f"canaries.include={self.include:g} must be 1, or 0.5 for the fair coins of a one-run audit."
+                f"{group}.include={self.include:g} must be 1, or 0.5 for the fair coins of a one-run audit."
             )
         if "new_token" in self.kinds and self.new_tokens**2 < self.candidates:
             raise ConfigurationError(
-                f"canaries.new_tokens={self.new_tokens} make {self.new_tokens**2} pairs, fewer than "
-                f"canaries.candidates={self.candidates}. Raise the first, or lower the second."
+                f"{group}.new_tokens={self.new_tokens} make {self.new_tokens**2} pairs, fewer than "
+                f"{group}.candidates={self.candidates}. Raise the first, or lower the second."
             )
         if not list(self._combinations()):
             raise ConfigurationError(
-                f"canaries.kinds={list(self.kinds)} with canaries.sides={list(self.sides)} make no canary: "
+                f"{group}.kinds={list(self.kinds)} with {group}.sides={list(self.sides)} make no canary: "
                 f"{' and '.join(QUERY_SIDE_ONLY)} have their secret in the query."
             )
+        return self
 
     def settings(self) -> dict[str, Any]:
         lists = ("kinds", "repetitions", "sides")
@@ -185,7 +178,7 @@ class CanarySuite:
     def units(self) -> int:
         return self.count * sum(copies for _, _, copies in self._combinations())
 
-    def make(self, data: Sources, reader: object = None, *, released: bool = True, knobs: Knobs = _KNOBS) -> CanarySet:
+    def make(self, data: Sources, reader: object = None, *, released: bool = True, knobs: Knobs = KNOBS) -> CanarySet:
         """Make the canaries for a data set, determined by seed, public texts and reader.
 
         Guarantees:
@@ -201,6 +194,7 @@ class CanarySuite:
             released: Whether the model is kept. A model that is discarded may be trained on dev or test queries.
             knobs: The names of settings in errors.
         """
+        self.check(knobs)
         material = _Material(data.public_passages(), secrets.randbits(63) if self.seed is None else self.seed)
         if released:
             self.refuse_splits(knobs)
@@ -216,9 +210,9 @@ class CanarySuite:
         for kind, side, copies, number in planned:
             for place in order:
                 made = self._canary((kind, side, copies), number, known[place], material)
-                check_sentinels(reader, made)
+                check_sentinels(reader, made, knobs)
                 if not _another_would_help(reader, made):
-                    check_all_fit(reader, [made], shorter=knobs.shorter)
+                    check_all_fit(reader, [made], knobs)
                     canaries.append(made)
                     break
             else:
@@ -226,7 +220,7 @@ class CanarySuite:
                     f"{len(canaries)} of the {len(known)} queries of {knobs.queries}={self.queries} leave room for a "
                     f"secret, {len(planned)} are needed: with the others a text is longer than "
                     "model.max_query_length or model.max_passage_length, so the secret would be cut. Raise it, or "
-                    f"{knobs.shorter or 'lower canaries.query_words or canaries.passage_words'}."
+                    f"{knobs.shorter or f'lower {knobs.group}.query_words or {knobs.group}.passage_words'}."
                 )
         return CanarySet(tuple(canaries), self.settings(), secrets.token_hex(16))
 
@@ -258,7 +252,7 @@ class CanarySuite:
             if side == "query" or kind not in QUERY_SIDE_ONLY:
                 yield kind, side, copies
 
-    def refuse_splits(self, knobs: Knobs = _KNOBS) -> None:
+    def refuse_splits(self, knobs: Knobs = KNOBS) -> None:
         if self.queries in EVALUATION_SPLITS:
             raise ConfigurationError(f"{knobs.queries}={self.queries} {_OF_PEOPLE}")
 
@@ -401,7 +395,7 @@ def plant_in_run(
     resume: bool,
     reader: object = None,
     released: bool = True,
-    knobs: Knobs = _KNOBS,
+    knobs: Knobs = KNOBS,
 ) -> CanarySet:
     """Make the canaries of a run, write them to the run folder and plant them; a resume reads them from the file.
 
@@ -422,12 +416,13 @@ def plant_in_run(
         canaries = read_canaries(path)
         if canaries.settings != suite.settings():
             raise ResumeError(
-                f"resume=true, but the canaries of {path} were made by another suite. Restore the settings of canaries."
+                f"resume=true, but the canaries of {path} were made by another suite. Restore the settings of "
+                f"{knobs.group}."
             )
     else:
         canaries = suite.make(data, reader, released=released, knobs=knobs)
         write_canaries(canaries, run_dir)
-    check_all_fit(reader, canaries.canaries)
+    check_all_fit(reader, canaries.canaries, knobs)
     plant(data, canaries)
     return canaries
 

@@ -121,7 +121,7 @@ def test_echo_and_new_token_canaries_have_their_secret_in_the_query(data: PairsD
 )  # fmt: skip
 def test_settings_that_make_no_canaries_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
-        CanarySuite(**settings)
+        CanarySuite(**settings).check()
 
 
 def test_too_few_queries_and_unknown_sources_are_refused(data: PairsDataModule, tmp_path: Path) -> None:
