@@ -203,10 +203,16 @@ def require_public_encoder(encoder: str, is_public: bool, *, knob: str) -> tuple
     return (declared(encoder, is_public, knob),)
 
 
-def bins_from_spec(spec: Mapping[str, Any], *, encoder: str | None = None, encoder_is_public: bool = False) -> Bins:
+def bins_from_spec(
+    spec: Mapping[str, Any],
+    *,
+    encoder: str | None = None,
+    encoder_is_public: bool = False,
+    knob: str = "task.bins.encoder",
+) -> Bins:
     """Return the bins of a histogram.
 
-    ``encoder`` is the folder of the topics' encoder, if the encoder is not known by name.
+    ``encoder`` is the folder of the topics' encoder, if the encoder is not known by name; ``knob`` is its setting.
     """
     try:
         if spec["kind"] == LengthBins.kind:
@@ -214,6 +220,7 @@ def bins_from_spec(spec: Mapping[str, Any], *, encoder: str | None = None, encod
         if spec["kind"] == LabelBins.kind:
             return LabelBins(mapping=spec["mapping"])
         if spec["kind"] == TopicBins.kind:
+            require_public_encoder(str(encoder or spec["encoder"]), encoder_is_public, knob=knob)
             return TopicBins(
                 topics=len(spec["centroids"]), encoder=encoder or spec["encoder"], centroids=spec["centroids"],
                 encoder_is_public=encoder_is_public,

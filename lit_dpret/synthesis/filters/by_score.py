@@ -116,7 +116,11 @@ class RoundTrip(QueryFilter):
         self.device = str(getattr(self.ranker, "device", self.device))
 
     def check(self, released: ReleasedQueries) -> list[Assumption]:
-        return require_covered(self.ranker.encoder, released, declared_public=self.encoder_is_public, knob="encoder")
+        where = f"task.filters.{self.name}"
+        return require_covered(
+            self.ranker.encoder, released, declared_public=self.encoder_is_public, knob=f"{where}.ranker.encoder",
+            declaration=f"{where}.encoder_is_public", ranks=True,
+        )  # fmt: skip
 
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
         ranking = self.ranker.rank({q.query_id: q.text for q in released}, released.passages, k=self.k)
@@ -188,7 +192,8 @@ class LanguageModelScore(_ByThreshold):
 
     def check(self, released: ReleasedQueries) -> list[Assumption]:
         if self.model is not None:
-            return require_covered(self.model, released, declared_public=self.model_is_public, knob="model")
+            knob = f"task.filters.{self.name}.model"
+            return require_covered(self.model, released, declared_public=self.model_is_public, knob=knob)
         if any(query.log_prob is None for query in released):
             raise ConfigurationError(
                 "The data set records no log_prob for some of its queries, so the filter language_model needs a model "
@@ -221,7 +226,8 @@ class CrossEncoderScore(_ByThreshold):
     max_length: int | None = None  # tokens of a pair that are read; null uses the folder's setting
 
     def check(self, released: ReleasedQueries) -> list[Assumption]:
-        return require_covered(self.model, released, declared_public=self.model_is_public, knob="model")
+        knob = f"task.filters.{self.name}.model"
+        return require_covered(self.model, released, declared_public=self.model_is_public, knob=knob)
 
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
         load = partial(CrossEncoder.load, self.model, max_length=self.max_length, device=self.device)

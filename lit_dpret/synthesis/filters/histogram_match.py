@@ -101,7 +101,8 @@ class HistogramMatch(QueryFilter):
 
     def _read(self) -> tuple[ReleasedHistogram, Bins]:
         histogram = ReleasedHistogram.read(self.folder)
-        bins = bins_from_spec(histogram.bins, encoder=self.encoder, encoder_is_public=self.encoder_is_public)
+        knob = f"task.filters.{self.name}.encoder"
+        bins = bins_from_spec(histogram.bins, encoder=self.encoder, encoder_is_public=self.encoder_is_public, knob=knob)
         return histogram, bins
 
     def _draw(self, query_id: str) -> bytes:

@@ -98,9 +98,11 @@ def label(
     claim = (released.claim or released.folder) if released.provenance == "card" else None
     trusts = [
         *require_covered(
-            how.cross_encoder, released, declared_public=how.cross_encoder_is_public, knob="cross_encoder"
+            how.cross_encoder, released, declared_public=how.cross_encoder_is_public, knob="task.cross_encoder"
         ),
-        *require_covered(ranker.encoder, released, declared_public=how.encoder_is_public, knob="encoder"),
+        *require_covered(
+            ranker.encoder, released, declared_public=how.encoder_is_public, knob="task.encoder", ranks=True
+        ),
     ]
     load = partial(CrossEncoder.load, how.cross_encoder, max_length=how.max_length, device=how.device)
     scorer = CrossEncoder.load(how.cross_encoder, max_length=how.max_length) if how.workers else load()

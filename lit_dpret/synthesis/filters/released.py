@@ -185,7 +185,13 @@ def _sources(path: Path) -> dict[str, str]:
 
 
 def require_covered(
-    model: str | Path, released: ReleasedQueries, *, declared_public: bool, knob: str
+    model: str | Path,
+    released: ReleasedQueries,
+    *,
+    declared_public: bool,
+    knob: str,
+    declaration: str | None = None,
+    ranks: bool = False,
 ) -> list[Assumption]:
     """Refuse a model that would introduce private data into the selection of released queries.
 
@@ -194,8 +200,8 @@ def require_covered(
         public, or, if its card does not state on what data its settings were chosen, that it was not private.
 
     Guarantees, after it returns, that one of these holds:
-        - The model is ``bm25`` or ``minilm``, or it was declared public and no card, note or ledger in or around its
-          folder records a run that trained it.
+        - The model is ``minilm``, or ``bm25`` where it only ``ranks``, or it was declared public and no card, note or
+          ledger in or around its folder records a run that trained it.
         - Its card is that of an artefact from which the queries were derived.
         - It was derived by post-processing from such an artefact, or from the same releases as the queries, and its
           card names no further private data: neither in the choice of its settings nor in an assumption that does not
@@ -204,10 +210,10 @@ def require_covered(
     In the last two cases its files match its card.
 
     ``declared_public`` says that nothing private went into a model without a card; ``knob`` is the setting by which
-    the user named it.
+    the user named it, and ``declaration`` the one that declares it public, if it is not ``knob`` and ``_is_public``.
     """
     folder = Path(str(model)).expanduser()
-    if (str(model) == "bm25" and knob == "encoder") or (str(model) == "minilm" and not folder.is_dir()):
+    if (str(model) == "bm25" and ranks) or (str(model) == "minilm" and not folder.is_dir()):
         return []
     path = folder / CARD_NAME
     if path.is_file():
@@ -238,7 +244,7 @@ def require_covered(
             f"{knob}={model} lost its privacy card, and {trace[0]} shows that a run trained it (privacy={trace[1]}). "
             "Use the whole folder that the run wrote, or a public model."
         )
-    return [declared(model, declared_public, knob)]
+    return [declared(model, declared_public, knob, declaration)]
 
 
 def _is_of_one_ledger(card: Mapping[str, Any], released: ReleasedQueries) -> bool:
@@ -264,12 +270,12 @@ def foreign_code(part: object, what: str = "that it looks at nothing private") -
     return [Assumption(text, "unverified")]
 
 
-def declared(model: str | Path, is_public: bool, knob: str) -> Assumption:
+def declared(model: str | Path, is_public: bool, knob: str, declaration: str | None = None) -> Assumption:
     """Return the assumption that a model without a privacy card is public; refuse one not declared public."""
     if not is_public:
         raise ConfigurationError(
             f"{knob}={model} has no privacy card, so it may have been trained on private data. Declare with "
-            f"{knob}_is_public=true that none went into it, or use another model."
+            f"{declaration or f'{knob}_is_public'}=true that none went into it, or use another model."
         )
     return Assumption(
         text=f"No private data went into {shown(model)}, by which queries were embedded, scored or put into bins, as "

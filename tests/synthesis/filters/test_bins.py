@@ -103,6 +103,9 @@ def test_bins_can_be_made_again_from_what_is_stored(encoder: Path) -> None:
 def test_topics_need_a_public_encoder_and_enough_passages(encoder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="encoder_is_public"):
         TopicBins(encoder=str(encoder))
+    spec = {"kind": "topic", "encoder": "mine", "centroids": [[1.0]]}
+    with pytest.raises(ConfigurationError, match=r"^task\.filters\.histogram_match\.encoder=mine has no privacy card"):
+        bins_from_spec(spec, knob="task.filters.histogram_match.encoder")
     part = tmp_path / "run" / "tower"
     part.mkdir(parents=True)
     (part / "weights").write_bytes(b"w")

@@ -313,7 +313,7 @@ def test_a_folder_that_is_called_as_a_public_model_is_asked_for_its_card(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     require_covered("minilm", released, declared_public=False, knob="encoder")
-    require_covered("bm25", released, declared_public=False, knob="encoder")
+    require_covered("bm25", released, declared_public=False, knob="encoder", ranks=True)
     for name, knob in (("minilm", "encoder"), ("bm25", "model")):
         (tmp_path / name).mkdir()
         with pytest.raises(ConfigurationError, match="has no privacy card"):
@@ -353,10 +353,18 @@ def test_a_model_without_a_card_must_be_declared_public_before_the_first_filter_
     released: ReleasedQueries, cross_encoder_folder: Path
 ) -> None:
     undeclared, first = CrossEncoderScore(cross_encoder_folder, keep_share=0.5), Fixed({})
-    with pytest.raises(ConfigurationError, match="model_is_public=true"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^task\.filters\.cross_encoder\.model=.* task\.filters\.cross_encoder\.model_is_public=",
+    ):
         apply_filters(released, [first, BestOf(undeclared)])
     assert first.asked == []
-    with pytest.raises(ConfigurationError, match="encoder_is_public=true"):
+    with pytest.raises(
+        ConfigurationError, match=r"^task\.filters\.language_model\.model=some/model has no privacy card"
+    ):
+        LanguageModelScore(model="some/model", keep_share=0.5).choose(released)
+    where = r"task\.filters\.round_trip"
+    with pytest.raises(ConfigurationError, match=rf"^{where}\.ranker\.encoder=.* {where}\.encoder_is_public=true"):
         RoundTrip(Always("a", encoder="some/encoder")).choose(released)
     scores, kept = CrossEncoderScore(cross_encoder_folder, model_is_public=True, keep_share=0.5).choose(released)
     assert kept.sum() == math.ceil(0.5 * len(released))

@@ -159,7 +159,7 @@ def test_private_data_and_undeclared_models_are_refused(
     (tmp_path / "pairs.jsonl").write_text('{"query": "secret words", "passage": "a passage"}\n')
     with pytest.raises(PrivateDataError, match="PairsDataModule"):
         labelled(PairsDataModule(pairs=tmp_path / "pairs.jsonl"), tmp_path / "x", cross_encoder_folder)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="cross_encoder_is_public=true"):
+    with pytest.raises(ConfigurationError, match=r"^task\.cross_encoder=.* task\.cross_encoder_is_public=true"):
         labelled(released, tmp_path / "x", cross_encoder_folder, cross_encoder_is_public=False)
     assert not (tmp_path / "x").exists()
 
