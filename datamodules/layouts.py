@@ -71,6 +71,8 @@ class CorpusSettings:
     allow_empty: bool = False  # accept passages with neither title nor text
     header: Sequence[str] | None = None  # column names of a TSV file without a header line
     knob: str = "datamodule.corpus"  # the setting that names the file, for messages
+    # The setting that accepts them, for messages; None where there is none.
+    empty_knob: str | None = "datamodule.allow_empty_passages"
 
     def holds(self, path: str | Path) -> bool:
         """Return whether to keep the texts of this file in memory."""
@@ -106,10 +108,8 @@ def open_corpus(path: str | Path, how: CorpusSettings | None = None, *, complain
                 continue
             passage_id, title, text, domain = parts
             if not (text := f"{title} {text}".strip()) and not how.allow_empty:
-                problem = (
-                    f"{file.where(last)}: passage {passage_id!r} has an empty text; mend it or set "
-                    "datamodule.allow_empty_passages=true."
-                )
+                other = "" if how.empty_knob is None else f" or set {how.empty_knob}=true"
+                problem = f"{file.where(last)}: passage {passage_id!r} has an empty text; mend it{other}."
                 file.complain_of(last, DataError(problem, kind="empty passage"))
                 continue
             yield passage_id, text, domain

@@ -19,7 +19,7 @@ from lit_dpret.cards.lineage import Lineage
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import SiloDataModule
-from lit_dpret.datamodules.layouts import folder_parts, read_parts
+from lit_dpret.datamodules.layouts import CorpusSettings, folder_parts, read_parts
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
 from lit_dpret.federated.fitting import NotRepeatedError, attempt_folder, broken_attempt, fit_epochs
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2
@@ -275,7 +275,7 @@ def _require_claim(card: Mapping[str, Any], budget: PrivacyBudget | None, folder
 
 def _texts(silo: Path, folder: Path) -> list[str]:
     """Return the queries; refuse a set with queries for sentences that are not public."""
-    read = read_parts(**folder_parts(str(folder)))
+    read = read_parts(**folder_parts(str(folder)), how=CorpusSettings(empty_knob=None))
     texts = list(dict.fromkeys(text for text in read.queries.values() if text.strip()))
     if not texts:
         raise DataError(f"{folder} holds no query. Write the queries again (task=federated_generators).")

@@ -12,7 +12,7 @@ from lit_dpret.callbacks.retrieval_evaluation import trains_on
 from lit_dpret.cards.file import CARD_NAME, check_dataset_card, read_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules.identity import data_facts
-from lit_dpret.datamodules.layouts import folder_parts, read_parts
+from lit_dpret.datamodules.layouts import CorpusSettings, folder_parts, read_parts
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
@@ -156,7 +156,8 @@ class Similarity(Settings):
     # -- the texts -----------------------------------------------------------------------------
 
     def _made(self) -> Texts:
-        read = read_parts(**folder_parts(self.synthetic, knob="task.synthetic"))
+        how = CorpusSettings(knob="task.synthetic", empty_knob=None)
+        read = read_parts(**folder_parts(self.synthetic, knob="task.synthetic"), how=how)
         if "train" not in read.qrels:
             raise DataError(
                 f"task.synthetic={self.synthetic} has no qrels/train.tsv, so it holds no synthetic queries."

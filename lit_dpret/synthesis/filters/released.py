@@ -16,7 +16,7 @@ from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.file import card_above, card_names, check_artefact, check_dataset_card, names_behind
 from lit_dpret.cards.provenance import assumption_of, plain_assumption
 from lit_dpret.cards.start import traces_of_training
-from lit_dpret.datamodules.layouts import folder_parts, open_corpus
+from lit_dpret.datamodules.layouts import CorpusSettings, folder_parts, open_corpus
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
 from lit_dpret.privacy.budget import show_epsilon
@@ -25,6 +25,7 @@ from lit_dpret.synthesis.dataset_folder import ReleasedQuery
 
 Provenance = Literal["card", "declared public"]
 
+_CORPUS = CorpusSettings(knob="task.data", empty_knob=None)
 _ID, _TEXT = ("_id", "id"), ("text",)
 _QUERY_ID, _PASSAGE_ID = ("query-id", "query_id"), ("corpus-id", "corpus_id", "passage_id")
 
@@ -86,7 +87,7 @@ def require_of_its_folder(released: ReleasedQueries) -> None:
     parts = folder_parts(released.folder, needs_corpus=False)
     sources = _sources(parts["qrels"]["train"])
     known = {name: (text, sources.get(name)) for _, name, text, _ in _queries(parts["queries"])}
-    own = {} if parts["corpus"] is None else open_corpus(parts["corpus"]).texts
+    own = {} if parts["corpus"] is None else open_corpus(parts["corpus"], _CORPUS).texts
     for number, query in enumerate(released):
         text = released.passages.get(query.passage_id)
         if known.get(query.query_id) != (query.text, query.passage_id) or own.get(query.passage_id, text) != text:
@@ -128,7 +129,8 @@ def load_released(
             f"{place} holds no {CARD_NAME}, so the claim of its queries is unknown. Use a folder from task=synthesize, "
             "or declare with task.queries_are_public=true that it contains nothing private."
         )
-    passages = open_corpus(parts["corpus"]).texts
+    how = replace(_CORPUS, knob=knob if corpus is None else "task.corpus")
+    passages = open_corpus(parts["corpus"], how).texts
     sources = _sources(parts["qrels"]["train"])
     if corpus is not None:
         _check_same_passages(place, passages, sources)
@@ -148,7 +150,7 @@ def load_released(
 def _check_same_passages(place: Path, passages: Mapping[str, str], sources: Mapping[str, str]) -> None:
     """Refuse another corpus in which the text of a passage differs from the one that its queries were written for."""
     try:
-        own = open_corpus(folder_parts(str(place))["corpus"]).texts
+        own = open_corpus(folder_parts(str(place))["corpus"], _CORPUS).texts
     except (ConfigurationError, DataError):  # the folder has no corpus to contradict
         return
     for name in sources.values():

@@ -349,6 +349,15 @@ def test_a_corpus_with_another_text_for_a_querys_passage_is_refused(whole: Path,
     assert "secret" not in str(told.value)
 
 
+def test_an_empty_passage_is_refused_without_a_setting_that_the_task_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\nq\tp\t1\n")
+    (tmp_path / "queries.jsonl").write_text('{"_id": "q", "text": "what"}\n')
+    (tmp_path / "corpus.jsonl").write_text('{"_id": "p", "title": "", "text": ""}\n')
+    with pytest.raises(DataError, match=r"passage 'p' has an empty text; mend it\.$"):
+        load_released(tmp_path, declared_public=True)
+
+
 def test_a_model_without_a_card_must_be_declared_public_before_the_first_filter_scores(
     released: ReleasedQueries, cross_encoder_folder: Path
 ) -> None:
