@@ -196,10 +196,10 @@ def test_an_average_of_the_weights_is_what_is_measured(first: bool, tmp_path: Pa
         (Measured, lambda: validation(metrics=NAMES[:-1]), "last_acc"),
         (Measured, lambda: validation(metrics=(*NAMES, "val_auc")), "val_auc"),
         (nn.Linear, validation, "validation_step"),
-        (Measured, lambda: PublicValidation(DataLoader(OWN, 8), metrics=NAMES), "the training data set"),
+        (Measured, lambda: PublicValidation(DataLoader(OWN, 8), metrics=NAMES, equal_rows=60), "the training data set"),
         (
             Measured,
-            lambda: PublicValidation(DataLoader(Subset(OWN, [0]), 8), metrics=NAMES),
+            lambda: PublicValidation(DataLoader(Subset(OWN, [50]), 8), metrics=NAMES, equal_rows=60),
             "the training data set",
         ),
     ],
