@@ -57,6 +57,7 @@ def test_every_private_way_of_the_benchmark_makes_the_same_step_as_all_gradients
 SMALL: dict[str, tuple[str, int]] = {
     "clipping": ("--quick --rounds 2 --limit-gb 0 --low-precision", 2),
     "low_precision": ("--quick --threads 1", 3),
+    "compiled": ("--rounds 1 --models bert-toy", 1),
     "grad_cache": ("--rows 48 --at-once 4 --width 192 --layers 3 --threads 1", 2),
     "synthesize": ("--models public_t5 --passages 24 --batch-size 8 --rounds 2 --max-new-tokens 6", 4),
     "noise": ("--count 200000 --rounds 2", 10),
