@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ class BuildSilos(Settings):
 
     source: Source
     folder: str | Path | None = None
+    topics: str | Path | None = None
     newsqa: str | Path | None = None
     cnn_urls: str | Path | None = None
     merge_world: bool = False
@@ -46,6 +47,10 @@ class BuildSilos(Settings):
         for name in needed.get(self.source, ()):
             if given[name] is None:
                 raise ConfigurationError(f"task.source={self.source} needs task.{name}: the path of your copy.")
+        if self.topics is not None and self.source != "squad":
+            raise ConfigurationError(
+                f"task.topics={self.topics} groups the articles of SQuAD, but task.source={self.source}. Leave it null."
+            )
         self.sizes = picked(self, "clients", "min_train", "min_test")
         self.sample = picked(self, "max_train_queries", "max_passages")
         if not isinstance(self.planted, Planted):
@@ -80,8 +85,11 @@ class BuildSilos(Settings):
             return silos, {"left_out": left_out | counts}
         if self.source == "squad":
             passages, questions = _read_squad(Path(str(self.folder)))
+            left_out = {}
+            if self.topics is not None:
+                passages, questions, left_out = _by_topic(passages, questions, Path(self.topics))
             silos, counts = silos_by_article(passages, questions, **self.sizes)
-            return silos, {"left_out": counts}
+            return silos, {"left_out": left_out | counts}
         data = InsuranceQADataModule(folder=self.folder) if self.source == "insuranceqa" else self._pairs()
         return silos_by_domain(data.collection, **self.sizes, **self.sample), {}
 
@@ -118,6 +126,25 @@ def _read_squad(path: Path) -> tuple[dict[str, tuple[str, str]], list[Question]]
             pid = str(judged.get("corpus-id"))
             questions.append(Question(str(record["_id"]), str(record["text"]), pid, answers=record["answers"]))
     return passages, questions
+
+
+def _by_topic(
+    passages: Mapping[str, tuple[str, str]], questions: Sequence[Question], path: Path
+) -> tuple[dict[str, tuple[str, str]], list[Question], dict[str, int]]:
+    """Put the topic of each article in its place; leave out articles without a topic, and count their questions."""
+    topics: dict[str, str] = {}
+    for line, record in RecordFile(path, knob="task.topics"):
+        article, topic = record.get("article"), record.get("topic")
+        if not article or not topic:
+            raise DataError(f"task.topics={path} line {line} has no article or no topic; both columns are needed.")
+        if topics.setdefault(str(article), str(topic)) != str(topic):
+            raise DataError(f"task.topics={path} line {line} gives a second topic to {article}.")
+    unknown = sorted(topics.keys() - {article for article, _ in passages.values()})
+    if unknown:
+        raise DataError(f"task.topics={path} names the article {unknown[0]}, which task.folder does not have.")
+    grouped = {pid: (topics[article], text) for pid, (article, text) in passages.items() if article in topics}
+    kept = [question for question in questions if question.pid in grouped]
+    return grouped, kept, {"without_topic": len(questions) - len(kept)}
 
 
 _COLUMNS = ("passages", "sentences", "train", "dev", "test")

@@ -301,6 +301,7 @@ def test_planted_silos_are_built_once_and_nothing_is_overwritten(
     ({"source": "newsqa"}, r"task\.newsqa"),
     ({"source": "newsqa", "newsqa": "x.json"}, r"task\.cnn_urls"),
     ({"source": "medquad"}, r"task\.folder"),
+    ({"source": "insuranceqa", "topics": "x.tsv"}, r"task\.topics"),
     ({"source": "planted", "planted": {"clints": 3}}, "clints"),
     ({"source": "planted", "planted": {"hubs": -1}}, r"^task\.planted\.hubs=-1 "),
     ({"source": "planted", "planted": {"told": 2, "questions": 3}}, r"^task\.planted: questions=3, told=2"),
@@ -320,6 +321,35 @@ def test_squad_comes_from_its_json_too(tmp_path: Path) -> None:
     out = build(tmp_path / "run", source="squad", folder=tmp_path / "dev-v1.1.json", clients=1, min_train=5, min_test=1)
     silo = read_silo(silo_folders(out)["Old-War"])
     assert all(silo.sentences[sid].startswith("It began") for query in silo.queries for sid in query.positives)
+
+
+def test_articles_of_one_topic_are_one_client_and_articles_without_a_topic_are_left_out_and_counted(
+    tmp_path: Path,
+) -> None:
+    articles = [
+        {"title": title, "paragraphs": [
+            {"context": f"{title} began in {year}.", "qas": [
+                {"id": f"{title}{year}", "question": "When?", "answers": [{"answer_start": 0, "text": title}]}]}
+            for year in range(1900, 1900 + size)
+        ]}
+        for title, size in (("War", 30), ("Peace", 10), ("Rhine", 5))
+    ]  # fmt: skip
+    (tmp_path / "dev.json").write_text(json.dumps({"data": articles}))
+    (tmp_path / "topics.tsv").write_text("article\ttopic\nPeace\thistory\nWar\thistory\n")
+    settings = {"source": "squad", "folder": tmp_path / "dev.json", "clients": 1, "min_train": 5, "min_test": 1}
+    out = build(tmp_path / "run", topics=tmp_path / "topics.tsv", **settings)
+    silo = read_silo(silo_folders(out)["history"])
+    assert (len(silo.passages), len(silo.queries)) == (40, 40)
+    assert not any("Rhine" in sentence for sentence in silo.sentences.values())
+    assert json.loads((out / "manifest.json").read_text())["left_out"]["without_topic"] == 5
+    for wrong, message in (
+        ("article\tsubject\nWar\thistory\n", r"task\.topics=.* line 2 .*topic"),
+        ("article\ttopic\nWar\thistory\nWar\twater\n", r"task\.topics=.* line 3 .*War"),
+        ("article\ttopic\nElbe\twater\n", r"task\.topics=.* Elbe"),
+    ):
+        (tmp_path / "topics.tsv").write_text(wrong)
+        with pytest.raises(DataError, match=message):
+            build(tmp_path / "refused", topics=tmp_path / "topics.tsv", **settings)
 
 
 # -- questions made of a silo's own sentences
