@@ -19,6 +19,7 @@ from typing import Any
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.pair_file import PairColumns
 from lit_dpret.datamodules.readers import Complain, RecordFile, as_id, refuse
+from lit_dpret.datamodules.shards import find_shards, is_url
 from lit_dpret.datamodules.splitting import division_of
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
@@ -28,6 +29,11 @@ _KNOB = "task.write_clean"
 
 def check_clean(log: str | Path, out: Path) -> RecordFile:
     """Return the reader of ``log``; refuse a copy ``out`` that could not be written or would have other units."""
+    if is_url(log) or len(find_shards(log, knob="datamodule.pairs").files) > 1:
+        raise ConfigurationError(
+            f"{_KNOB}={out} leaves lines out of one local file, but datamodule.pairs={log} is a URL or several files. "
+            "Join them in one local file, and name that."
+        )
     file = RecordFile(log, knob="datamodule.pairs")
     if out.exists():
         raise ConfigurationError(f"{_KNOB}={out} exists, and nothing is overwritten. Name a new file.")

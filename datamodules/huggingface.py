@@ -155,8 +155,6 @@ class HuggingFaceDataModule(PairsDataModule):
     def prepare_data(self) -> None:
         """Check that the files exist, or download the data set from the hub, once for all processes."""
         if self.corpus:
-            if not Path(self.corpus).exists():
-                raise DataError(f"{self.corpus} does not exist; check datamodule.corpus.", kind="missing file")
             self._store(self.corpus)
         self._rows(refuse)
         if not self.is_local and self.revision is None:

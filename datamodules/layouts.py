@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 from lit_dpret.datamodules.collection import Collection, GivenIds
 from lit_dpret.datamodules.passage_store import build_store, cached_store, file_key
-from lit_dpret.datamodules.readers import Complain, Problems, RecordFile, Records, as_id, refuse
+from lit_dpret.datamodules.readers import Complain, Problems, Records, as_id, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES, SPLITS
-from lit_dpret.errors import DataError
+from lit_dpret.datamodules.shards import Shards, find_shards, is_url, open_records
+from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import OutputFolder, meant
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".tsv", ".tsv.gz", ".csv", ".csv.gz", ".parquet")
@@ -74,24 +75,31 @@ class CorpusSettings:
     # The setting that accepts them, for messages; None where there is none.
     empty_knob: str | None = "datamodule.allow_empty_passages"
 
-    def holds(self, path: str | Path) -> bool:
-        """Return whether to keep the texts of this file in memory."""
+    def find(self, corpus: str | Path | Shards) -> Shards:
+        """Return the files of a corpus."""
+        return find_shards(corpus, knob=self.knob, cache_dir=self.cache_dir, public=True)
+
+    def holds(self, corpus: str | Path | Shards) -> bool:
+        """Return whether to keep the texts of this corpus in memory."""
         if self.in_memory != "auto":
             return self.in_memory
-        file = Path(path)
-        packed = file.suffix.lower() in (".gz", ".zst", ".parquet")
-        return file.stat().st_size * (_PACKED if packed else 1) <= _LARGE
+        found = self.find(corpus)
+        packed = found.files[0].suffix.lower() in (".gz", ".zst", ".parquet")
+        return found.size * (_PACKED if packed else 1) <= _LARGE
 
 
-def open_corpus(path: str | Path, how: CorpusSettings | None = None, *, complain: Complain = refuse) -> Passages:
-    """Read all passages of a corpus file, into memory or into a store; docs/data.md lists its columns.
+def open_corpus(
+    path: str | Path | Shards, how: CorpusSettings | None = None, *, complain: Complain = refuse
+) -> Passages:
+    """Read all passages of a corpus, a file or shards, into memory or into a store; docs/data.md lists its columns.
 
     Guarantees:
         - Both ways give the same ids and texts in the same order, and the same complaints.
-        - A store is built once per file, and not kept if a record was left out with a complaint.
+        - A store is built once for the same files, and not kept if a record was left out with a complaint.
     """
     how = how or CorpusSettings()
-    file = RecordFile(path, knob=how.knob, header=how.header, complain=complain)
+    shards = how.find(path)
+    file = open_records(shards, knob=how.knob, header=how.header, complain=complain)
     last = 0
 
     def passages() -> Iterator[tuple[str, str, str | None]]:
@@ -114,7 +122,7 @@ def open_corpus(path: str | Path, how: CorpusSettings | None = None, *, complain
                 continue
             yield passage_id, text, domain
 
-    if how.holds(path):
+    if how.holds(shards):
         texts: dict[str, str] = {}
         domains: dict[str, str] = {}
         for passage_id, text, domain in passages():
@@ -125,7 +133,7 @@ def open_corpus(path: str | Path, how: CorpusSettings | None = None, *, complain
             if domain is not None:
                 domains[passage_id] = domain
         if not texts:
-            raise DataError(f"{file.path} holds no passages.", kind="empty file")
+            raise DataError(f"{file.source} holds no passages.", kind="empty file")
         return Passages(texts, domains)
 
     def build(draft: Path) -> bool:
@@ -139,21 +147,24 @@ def open_corpus(path: str | Path, how: CorpusSettings | None = None, *, complain
         texts = ((passage_id, text) for passage_id, text, _ in passages())
         store = build_store(draft, texts, lambda found: file.complain(_repeated_id(file, last, found)))
         if not len(store):
-            raise DataError(f"{file.path} holds no passages.", kind="empty file")
+            raise DataError(f"{file.source} holds no passages.", kind="empty file")
         return not noted
 
     # The name decides how the bytes are read, so it is part of the key.
-    key = file_key(file.path, "".join(file.path.suffixes).lower(), how.header, how.allow_empty)
-    return Passages(cached_store(f"{file.path.name.split('.')[0]}-{key}", build, how.cache_dir))
+    first, *others = shards.files
+    key = file_key(first, "".join(first.suffixes).lower(), how.header, how.allow_empty, *map(file_key, others))
+    return Passages(cached_store(f"{first.name.split('.')[0]}-{key}", build, how.cache_dir))
 
 
-def read_queries(path: str | Path, *, header: Sequence[str] | None = None, complain: Complain = refuse) -> Queries:
+def read_queries(
+    path: str | Path | Shards, *, header: Sequence[str] | None = None, complain: Complain = refuse
+) -> Queries:
     """Read all queries of a file; docs/data.md lists its columns.
 
     ``header`` names the columns of a TSV file without a header line. A record is left out if ``complain`` does not
     raise its problem.
     """
-    file = RecordFile(path, knob="datamodule.queries", header=header, complain=complain)
+    file = open_records(path, knob="datamodule.queries", header=header, complain=complain)
     found = Queries()
 
     def new_id(number: int, record: Mapping[str, Any]) -> str:
@@ -180,12 +191,12 @@ def read_queries(path: str | Path, *, header: Sequence[str] | None = None, compl
             found.domains[query_id] = domain
         found.ids.note(_with_metadata(record), named=True)
     if not found.texts:
-        raise DataError(f"{file.path} holds no queries.", kind="empty file")
+        raise DataError(f"{file.source} holds no queries.", kind="empty file")
     return found
 
 
 def read_qrels(
-    path: str | Path,
+    path: str | Path | Shards,
     *,
     passages: Mapping[str, str],
     queries: Mapping[str, str],
@@ -198,7 +209,7 @@ def read_qrels(
 
     ``repeated`` says which grade to use for a pair that is judged more than once. By default all such pairs are listed.
     """
-    file = RecordFile(path, knob=knob, header=header, complain=complain)
+    file = open_records(path, knob=knob, header=header, complain=complain)
     qrels: dict[str, dict[str, int]] = {}
     again: list[tuple[int, str, str, int]] = []
 
@@ -235,12 +246,12 @@ def read_qrels(
     if again:
         _tell_repeated(file, again, qrels, complain)
     if not qrels:
-        raise DataError(f"{file.path} holds no qrels.", kind="empty file")
+        raise DataError(f"{file.source} holds no qrels.", kind="empty file")
     return qrels
 
 
 def _tell_repeated(
-    file: RecordFile, again: Sequence[tuple[int, str, str, int]], qrels: Mapping[str, Mapping[str, int]], to: Complain
+    file: Records, again: Sequence[tuple[int, str, str, int]], qrels: Mapping[str, Mapping[str, int]], to: Complain
 ) -> None:
     """Complain of all pairs that are judged more than once, in one message."""
 
@@ -270,16 +281,16 @@ def _tell_repeated(
 
 def read_parts(
     *,
-    corpus: str | Path | Passages,
-    queries: str | Path,
-    qrels: Mapping[str, str | Path],
+    corpus: str | Path | Shards | Passages,
+    queries: str | Path | Shards,
+    qrels: Mapping[str, str | Path | Shards],
     source: str,
     how: CorpusSettings | None = None,
     complain: Complain = refuse,
     repeated: Repeated = "refuse",
     left_out: LeftOut | None = None,
 ) -> Collection:
-    """Read a collection from separate files (or given passages); ``qrels`` gives one file per split.
+    """Read a collection from separate parts (or given passages); ``qrels`` gives one part per split.
 
     ``left_out``, if given, receives complaints about judgements, and then a split that is not measured may be
     unreadable.
@@ -337,13 +348,20 @@ def folder_parts(
     needs_corpus: bool = True,
     knob: str = "datamodule.folder",
 ) -> dict[str, Any]:
-    """Find the files of a BEIR folder, for `read_parts`; ``corpus`` replaces the folder's own."""
+    """Find the parts of a BEIR folder, files or folders of shards, for `read_parts`; ``corpus`` replaces its own."""
     root = Path(folder)
+    if is_url(folder):
+        raise ConfigurationError(
+            f"{knob}={folder}: a folder in BEIR's layout is read from a local disk. Name its parts instead, "
+            "datamodule.corpus, datamodule.queries and datamodule.qrels: each can be a URL."
+        )
     if not root.is_dir():
         raise DataError(f"{root} does not exist or is not a folder; check {knob}.", kind="missing file")
-    queries = find_part(root, "queries")
+    queries, own = (
+        find_part(root, name) or ((root / name) if (root / name).is_dir() else None) for name in ("queries", "corpus")
+    )
     qrels = qrels_files(root / "qrels")
-    corpus = corpus or find_part(root, "corpus")
+    corpus = corpus or own
     for part, expected in (
         (corpus or not needs_corpus, "corpus.jsonl"),
         (queries, "queries.jsonl"),
@@ -382,7 +400,7 @@ def query_text(file: Records, number: int, record: Mapping[str, Any], name: str,
     return text
 
 
-def _repeated_id(file: RecordFile, number: int, found: str) -> DataError:
+def _repeated_id(file: Records, number: int, found: str) -> DataError:
     first = file.find(number, (_ID, found))
     return DataError(
         f"{file.where(number)}: id {found!r} was already given on {file.place(first)}.", kind="repeated id"

@@ -1,4 +1,4 @@
-"""Read one file of (query, passage) records, such as a query log, into a `Collection`; docs/data.md lists the columns.
+"""Read (query, passage) records, such as a query log, into a `Collection`; docs/data.md lists the columns.
 
 Ids are never derived from a query's text, because a hash of a private text can be guessed: a record without
 ``query_id`` is named after its line, ``row-3`` (``row-2.3`` in the second file). A passage's id may be derived from its
@@ -17,8 +17,9 @@ from typing import Any
 from lit_dpret.datamodules.collection import Collection, GivenIds
 from lit_dpret.datamodules.layouts import CorpusSettings, Passages, open_corpus, query_text, split_name
 from lit_dpret.datamodules.passage_store import PassageStore
-from lit_dpret.datamodules.readers import Complain, RecordFile, Records, as_id, refuse
+from lit_dpret.datamodules.readers import Complain, Records, as_id, refuse
 from lit_dpret.datamodules.rows import stable_hash
+from lit_dpret.datamodules.shards import Shards, open_records
 from lit_dpret.errors import ConfigurationError, DataError
 
 
@@ -50,21 +51,22 @@ class PairColumns:
 
 
 def read_pairs(
-    path: str | Path,
+    path: str | Path | Shards,
     *,
-    corpus: str | Path | None = None,
+    corpus: str | Path | Shards | None = None,
     columns: PairColumns | None = None,
     how: CorpusSettings | None = None,
     complain: Complain = refuse,
 ) -> Collection:
-    """Read a collection from one file of (query, passage) records; see the module docstring.
+    """Read a collection from a file, or shards, of (query, passage) records; see the module docstring.
 
     With ``corpus``, its passages, read with the settings ``how``, are the only ones, and every pair must name one of
     them by ``passage_id`` or by its exact text.
     """
     reader = PairReader(corpus=open_corpus(corpus, how, complain=complain) if corpus else None, columns=columns)
-    reader.add(RecordFile(path, knob="datamodule.pairs", complain=complain))
-    return reader.collection(str(path))
+    records = open_records(path, knob="datamodule.pairs", complain=complain)
+    reader.add(records)
+    return reader.collection(records.source)
 
 
 class PairReader:

@@ -22,9 +22,10 @@ from lit_dpret.datamodules.layouts import (
 )
 from lit_dpret.datamodules.pair_file import PairColumns, read_pairs
 from lit_dpret.datamodules.passage_store import PassageStore
-from lit_dpret.datamodules.readers import Complain, RecordFile, refuse
+from lit_dpret.datamodules.readers import Complain, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES, Row, TextUnit
 from lit_dpret.datamodules.sampled import SampledDataModule
+from lit_dpret.datamodules.shards import Shards, find_shards, open_records
 from lit_dpret.datamodules.splitting import division_of
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError
@@ -38,15 +39,17 @@ class PairsDataModule(SampledDataModule):
     """Pairs from a BEIR folder, from separate files, or from one file of pairs.
 
     Exactly one of ``folder``, ``queries`` with ``qrels`` and ``corpus``, or ``pairs`` says where the data is.
-    `lit_dpret.datamodules.layouts` and `lit_dpret.datamodules.pair_file` list the columns. Nothing is ever downloaded.
+    `lit_dpret.datamodules.layouts` and `lit_dpret.datamodules.pair_file` list the columns. Nothing is downloaded
+    unless a URL names it.
 
     Args:
         folder: A BEIR folder: ``corpus.*``, ``queries.*``, ``qrels/{train,dev,test}.*``.
-        corpus: A corpus file. With ``folder`` it replaces the folder's own; with ``pairs`` it is the public list of
-            passages.
-        queries: A file of queries.
-        qrels: One file per split, ``{train: ..., test: ...}``, or a folder of them.
-        pairs: One file with columns ``query`` and ``passage``.
+        corpus: A corpus, like the three that follow a file, a glob or folder of shards, or an fsspec URL of these
+            (`lit_dpret.datamodules.shards`). With ``folder`` it replaces the folder's own; with ``pairs`` it is the
+            public list of passages.
+        queries: The queries.
+        qrels: The judgements of each split, ``{train: ..., test: ...}``, or a folder with a file per split.
+        pairs: Records with columns ``query`` and ``passage``.
         columns: The names of these columns in ``pairs``: ``{query: question, passage: answer}``.
         repeated_judgements: Which grade to use for a pair that ``qrels`` judge more than once: ``highest``, ``first``
             or ``last``; ``refuse`` lists all such pairs.
@@ -136,14 +139,14 @@ class PairsDataModule(SampledDataModule):
     # -- reading -----------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Check that the files exist, and store a large corpus; nothing is downloaded."""
+        """Check that the files exist, fetch those that a URL names, and store a large corpus."""
         if corpus := self._sources().get("corpus"):
             self._store(corpus)
 
-    def _store(self, corpus: str | Path, how: CorpusSettings | None = None) -> None:
+    def _store(self, corpus: str | Path | Shards, how: CorpusSettings | None = None) -> None:
         """Build the store of a large corpus if none exists; one process does so before all processes set up."""
         how = how or self._corpus_settings()
-        if not how.holds(corpus):
+        if not how.holds(corpus := how.find(corpus)):
             open_corpus(corpus, how)
 
     def _corpus_settings(self) -> CorpusSettings:
@@ -152,18 +155,19 @@ class PairsDataModule(SampledDataModule):
     def _sources(self) -> dict[str, Any]:
         """Find the files that the settings name, keyed by part; ``qrels`` are keyed by split."""
         if self.pairs:
-            found: dict[str, Any] = {"pairs": Path(self.pairs)}
-            if self.corpus:
-                found["corpus"] = Path(self.corpus)
+            found: dict[str, Any] = {"pairs": self.pairs, "corpus": self.corpus}
         elif self.folder:
             found = folder_parts(self.folder, corpus=self.corpus)
         else:
             found = {"corpus": self.corpus, "queries": self.queries, "qrels": self._qrels_by_split()}
             found["source"] = str(self.queries)
-        for name, path in _by_name(found).items():
-            if not Path(path).exists():
-                raise DataError(f"{path} does not exist; check datamodule.{name}.", kind="missing file")
-        return found
+        local = {
+            name: find_shards(given, knob=f"datamodule.{name}", cache_dir=self.cache_dir, public=name == "corpus")
+            for name, given in _by_name(found).items()
+        }
+        if "qrels" in found:
+            found["qrels"] = {split: local.pop(f"qrels.{split}") for split in found["qrels"]}
+        return found | local
 
     def _qrels_by_split(self) -> Mapping[str, str | Path]:
         if isinstance(self.qrels, Mapping):
@@ -171,8 +175,8 @@ class PairsDataModule(SampledDataModule):
         folder = Path(str(self.qrels))
         if not folder.is_dir():
             raise DataError(
-                f"datamodule.qrels={folder} is not a folder of splits; name the split of a single file: "
-                f"datamodule.qrels={{train: {folder}}}."
+                f"datamodule.qrels={self.qrels} is not a local folder of splits; name the split of a file or of "
+                f"shards: datamodule.qrels={{train: {self.qrels}}}."
             )
         if not (files := qrels_files(folder)):
             raise DataError(f"datamodule.qrels={folder} holds none of train.tsv, dev.tsv, test.tsv.")
@@ -186,7 +190,7 @@ class PairsDataModule(SampledDataModule):
         found, how = self._sources(), self._corpus_settings()
         if self.pairs:
             return read_pairs(
-                found["pairs"], corpus=found.get("corpus"), columns=self._pair_columns, how=how, complain=complain
+                found["pairs"], corpus=found["corpus"], columns=self._pair_columns, how=how, complain=complain
             )
         repeated, left_out = self.repeated_judgements, self._left_out
         if left_out is not None and how.holds(found["corpus"]):  # a store on disk also serves training
@@ -195,7 +199,7 @@ class PairsDataModule(SampledDataModule):
 
     def file_columns(self) -> dict[str, tuple[str, ...]]:
         """Return the columns of each file's first record, keyed by part."""
-        return {name: RecordFile(path).columns() for name, path in _by_name(self._sources()).items()}
+        return {name: open_records(path).columns() for name, path in _by_name(self._sources()).items()}
 
     def setup(self, stage: str | None = None) -> None:
         """Read, check and prepare the data, once; every process gets the same result."""
@@ -397,7 +401,7 @@ class PairsDataModule(SampledDataModule):
         return [row for unit in range(len(units)) for row in units.rows(unit)]
 
 
-def _by_name(found: Mapping[str, Any]) -> dict[str, str | Path]:
+def _by_name(found: Mapping[str, Any]) -> dict[str, str | Path | Shards]:
     """Return files by the setting that names each; those of ``qrels`` become ``qrels.train`` and so on."""
     plain = {name: path for name, path in found.items() if name not in ("qrels", "source") and path}
     return plain | {f"qrels.{split}": path for split, path in found.get("qrels", {}).items()}

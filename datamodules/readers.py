@@ -88,6 +88,7 @@ class Records:
 
     def __init__(self, source: str, complain: Complain = refuse) -> None:
         self.source, self.complain = source, complain
+        self._finds = 0
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         raise NotImplementedError
@@ -123,6 +124,25 @@ class Records:
         quiet = copy.copy(self)
         quiet.complain = _ignore
         return next((shown_columns(record) for _, record in quiet), ())
+
+    def find(self, before: int, *wanted: tuple[tuple[str, ...], str]) -> int:
+        """Return the number of the first record, before ``before``, with these ids; 0 for none.
+
+        Each of ``wanted`` is a tuple of column names, and an id. This reads the records again, so it is only for a few
+        messages.
+        """
+        self._finds += 1
+        if self.complain is not refuse and self._finds > _MOST_FINDS:
+            return 0
+        again = copy.copy(self)
+        again.complain = _ignore
+        for number, record in again:
+            if number >= before:
+                break
+            held = (next((record[name] for name in names if name in record), None) for names, _ in wanted)
+            if all(as_id(value) == looked_for for value, (_, looked_for) in zip(held, wanted, strict=True)):
+                return number
+        return 0
 
     def name(self, number: int, record: Mapping[str, Any], *names: str) -> str:
         """Return the first of ``names`` that ``record`` has."""
@@ -192,8 +212,8 @@ class RecordFile(Records):
     """The records of one file, whose name decides the format; every iteration reopens the file and closes it at the
     end.
 
-    ``knob`` is the setting that names the file, for messages; ``header`` names the columns of a TSV file without a
-    header line.
+    ``knob`` is the setting that names the file, for messages, and ``source`` the file's name there, if that is not its
+    path; ``header`` names the columns of a TSV file without a header line.
     """
 
     def __init__(
@@ -203,10 +223,11 @@ class RecordFile(Records):
         knob: str = "the path",
         header: Sequence[str] | None = None,
         complain: Complain = refuse,
+        source: str = "",
     ) -> None:
-        super().__init__(str(path), complain)
+        super().__init__(source or str(path), complain)
         self.path, self.header = Path(path), header
-        self._finds = 0
+        self.lines = 0  # the number of lines, or rows, that the last iteration has read
         if not self.path.is_file():
             problem = "is a folder, not a file" if self.path.exists() else "does not exist"
             raise DataError(f"{self.path} {problem}; check {knob}.", kind="missing file")
@@ -217,11 +238,11 @@ class RecordFile(Records):
         self.column_word = "key" if self.format == ".jsonl" else "column"
         if self.format not in FORMATS or (self.format == ".parquet" and self._compression):
             raise _unreadable(
-                f"{self.path} has no known format: its name must end in .jsonl, .tsv or .csv (then also .gz or .zst), "
-                "or .parquet."
+                f"{self.source} has no known format: its name must end in .jsonl, .tsv or .csv (then also .gz or "
+                f".zst), or .parquet; check {knob}."
             )
         if header is not None and self.format != ".tsv":
-            raise DataError(f"{self.path} is read without a header line, so it must be a .tsv file; check {knob}.")
+            raise DataError(f"{self.source} is read without a header line, so it must be a .tsv file; check {knob}.")
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
@@ -236,25 +257,6 @@ class RecordFile(Records):
         except DataError as error:  # reading of the file ends here
             self.complain(error)
 
-    def find(self, before: int, *wanted: tuple[tuple[str, ...], str]) -> int:
-        """Return the number of the first record, before ``before``, with these ids; 0 for none.
-
-        Each of ``wanted`` is a tuple of column names, and an id. This reads the file again, so it is only for a few
-        messages.
-        """
-        self._finds += 1
-        if self.complain is not refuse and self._finds > _MOST_FINDS:
-            return 0
-        again = copy.copy(self)
-        again.complain = _ignore
-        for number, record in again:
-            if number >= before:
-                break
-            held = (next((record[name] for name in names if name in record), None) for names, _ in wanted)
-            if all(as_id(value) == looked_for for value, (_, looked_for) in zip(held, wanted, strict=True)):
-                return number
-        return 0
-
     @contextmanager
     def opened(self) -> Iterator[IO[bytes]]:
         """Open the file, decompressed."""
@@ -263,29 +265,33 @@ class RecordFile(Records):
                 with gzip.open(self.path, "rb") as unzipped:
                     yield unzipped  # type: ignore[misc]  # GzipFile reads bytes as IO[bytes] does
             elif self._compression == ".zst":
-                zstandard = optional("zstandard", f"Reading {self.path}", "zstandard")
+                zstandard = optional("zstandard", f"Reading {self.source}", "zstandard")
                 try:
                     with self.path.open("rb") as packed:
                         yield io.BufferedReader(_ZstdStream(packed, zstandard))
                 except zstandard.ZstdError as error:
-                    raise _unreadable(f"{self.path} is not a readable zstd file ({error}).") from error
+                    raise _unreadable(f"{self.source} is not a readable zstd file ({error}).") from error
             else:
                 with self.path.open("rb") as plain:
                     yield plain
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise _unreadable(f"{self.path} is not a readable gzip file ({error}).") from error
+            raise _unreadable(f"{self.source} is not a readable gzip file ({error}).") from error
         except OSError as error:
-            raise _unreadable(f"{self.path} cannot be read ({error.strerror or error}).") from error
+            raise _unreadable(f"{self.source} cannot be read ({error.strerror or error}).") from error
 
     def _lines(self) -> Iterator[tuple[int, str]]:
+        self.lines = 0
         with self.opened() as stream:
             for number, line in enumerate(stream, start=1):
+                self.lines = number
                 if number == 1 and line[:2] == b"\x1f\x8b":
-                    raise _unreadable(f"{self.path} is compressed with gzip; rename it to {self.path.name}.gz.")
+                    raise _unreadable(f"{self.source} is compressed with gzip; rename it to {self.path.name}.gz.")
                 if number == 1 and line[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                    raise _unreadable(f"{self.path} is UTF-16 text. Save it as UTF-8.")
+                    raise _unreadable(f"{self.source} is UTF-16 text. Save it as UTF-8.")
                 if number == 1 and not line.endswith(b"\n") and b"\r" in line[:-1]:
-                    raise _unreadable(f"{self.path} ends its lines with CR alone. Save it with Unix line endings (LF).")
+                    raise _unreadable(
+                        f"{self.source} ends its lines with CR alone. Save it with Unix line endings (LF)."
+                    )
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
@@ -378,19 +384,19 @@ class RecordFile(Records):
                 self._note(number, problem, "wrong number of columns")
 
     def _parquet(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        pyarrow = optional("pyarrow", f"Reading {self.path}", "pyarrow")
+        pyarrow = optional("pyarrow", f"Reading {self.source}", "pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")
-        number = 0
+        number = self.lines = 0
         try:
             with parquet.ParquetFile(self.path) as table:
                 for batch in table.iter_batches():
                     for record in batch.to_pylist():
-                        number += 1
+                        self.lines = number = number + 1
                         yield number, record
         except UnicodeDecodeError as error:
-            raise _unreadable(f"{self.path} row {number + 1} or one soon after it: not UTF-8 text.") from error
+            raise _unreadable(f"{self.source} row {number + 1} or one soon after it: not UTF-8 text.") from error
         except (pyarrow.ArrowException, OSError) as error:
-            raise _unreadable(f"{self.path} is not a readable parquet file ({first_line(error)}).") from error
+            raise _unreadable(f"{self.source} is not a readable parquet file ({first_line(error)}).") from error
 
 
 class _ZstdStream(io.RawIOBase):
