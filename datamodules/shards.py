@@ -226,6 +226,7 @@ def _fetched(fs: Any, infos: Sequence[Mapping[str, Any]], names: Sequence[str], 
     def pieces(path: str, name: str) -> Iterator[bytes]:
         nonlocal done
         with _reading(name, knob):  # here, since an OSError further out would mean that the copy cannot be written
+            fs.invalidate_cache()  # a remembered listing may state other facts than a request for this one file
             before, count = fs.info(path), 0
             with fs.open(path, "rb") as stream:
                 while piece := stream.read(_PIECE):

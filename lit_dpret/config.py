@@ -27,7 +27,7 @@ TASK_GROUPS = {
     "plan and check": ("plan", "doctor", "check_data"),
     "train": ("fit", "fit_scored", "pipeline", "own_log", "sweep"),
     "synthetic queries": ("synthesize", "evolve", "filter", "pseudo_labels", "histogram"),
-    "retrieve and measure": ("evaluate", "compare", "encode", "index", "search", "export"),
+    "retrieve and measure": ("evaluate", "compare", "encode", "index", "search", "export_embeddings", "export"),
     "compare texts": ("similarity", "pretraining_overlap"),
     "attack and verify": ("audit", "membership", "inversion", "verify"),
     "federations": (

@@ -62,6 +62,7 @@ NEEDED = {
     "task.federated_generators": ["task.eps=3"],
     "task.audit": ["task.run=x"],
     "task.index": ["task.embeddings=x"],
+    "task.export_embeddings": ["task.embeddings=x"],
     "task.membership": ["task.run=x"],
     "task.hard_negatives": ["task.silo=x", "task.encoder=x", "task.whose=public"],
     "task.inversion": ["task.encoder=x", "task.whose=public"],

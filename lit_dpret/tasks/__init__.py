@@ -20,6 +20,7 @@ _MODULES = {
     "Evaluate": "evaluate",
     "Evolve": "evolve",
     "Export": "export",
+    "ExportEmbeddings": "export_embeddings",
     "Federated": "federated",
     "FederatedAttacks": "federated_attacks",
     "FederatedGenerators": "federated_generators",

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,7 +133,7 @@ class IndexFolder:
     @cached_property
     def ids(self) -> list[str]:
         """Return the id of every text, in the order of the embeddings."""
-        return [str(record["_id"]) for record in self._records()]
+        return [str(record["_id"]) for record in self.records()]
 
     @cached_property
     def tie_rank(self) -> Tensor:
@@ -180,9 +181,12 @@ class IndexFolder:
         small = self.rows.path.stat().st_size <= _KEPT
         return TensorRows(self.rows.chunk(0, len(self.rows))) if small else self.rows
 
-    def _records(self) -> Iterable[dict[str, Any]]:
-        with (self.folder / TEXTS).open(encoding="utf-8", errors="surrogatepass") as file:
-            for line in file:
+    def records(self, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+        """Yield ``_id`` and ``text`` of the texts from ``start`` to ``stop``, in order, without holding them."""
+        (offset,) = np.fromfile(self.folder / OFFSETS, dtype="<i8", count=1, offset=8 * start).tolist()
+        with (self.folder / TEXTS).open("rb") as file:
+            file.seek(offset)
+            for line in islice(file, None if stop is None else stop - start):
                 yield json.loads(line)
 
 
