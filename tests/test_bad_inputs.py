@@ -121,6 +121,9 @@ CASES: dict[str, Case] = {
     "a file for a list of files": log(
         "callbacks.card.audit_protocols=audit.md", named=r"callbacks\.card\.audit_protocols=\[audit\.md\]"
     ),
+    "a glob of nothing": pairs("nothing/*.jsonl", r"nothing/\*\.jsonl.*datamodule\.pairs"),
+    "shards of several formats": pairs("*s.*sv", r"formats.*datamodule\.pairs"),
+    "an unknown protocol": pairs("nowhere://bucket/x", r"datamodule\.pairs=nowhere://bucket/x"),
     "several files for one": log("datamodule.pairs=[a.jsonl,b.jsonl]", named=r"datamodule\.pairs=.*a\.jsonl.*string"),
     "a mapping for a path": Case(("search", "task.index={a: 1}", "task.query=a"), r"task\.index=\{'a': 1\}"),
     "a number for a path": log("model.pretrained=5", named=r"model\.pretrained='5'"),
@@ -243,7 +246,7 @@ CASES: dict[str, Case] = {
     ),
     "embeddings that are nowhere": Case(("index", "task.embeddings=nope"), r"nope"),
     "a sweep that is nowhere": Case(("sweep", "nope.yaml"), r"nope\.yaml"),
-    "a folder for a file": pairs("qrels", r"qrels is a folder.*datamodule\.pairs"),
+    "a folder without records": pairs("addresses", r"addresses holds no.*datamodule\.pairs"),
     "no such file": pairs("nope.jsonl", r"nope\.jsonl.*datamodule\.pairs"),
     **{
         word: setting(word)
