@@ -237,11 +237,14 @@ class ReleaseGate:
         intent = self.run.intents.get(key)
         if intent is not None:
             # The same noise under another sum would let anybody subtract the two.
-            if tag is None or intent.get("sum_tag") != tag or intent.get("state_hash") != state:
+            same_state = intent.get("state_hash") == state
+            if tag is None or intent.get("sum_tag") != tag or not same_state:
                 self.run.ledger.append("event", name="replay_failed", attempt=attempt, step=step)
+                what = "clipped sum" if same_state else "state of model and optimizer"
                 raise ResumeError(
-                    f"Step {step} could not be repeated bit by bit on this machine, so its noise must not be "
-                    "used again. Run the same command once more: it will continue with fresh noise, and charge it."
+                    f"Step {step} could not be repeated bit by bit on this machine (another {what}), so its noise must "
+                    "not be used again. Run the same command once more: it will continue with fresh noise, and charge "
+                    "it."
                 )
             self.run.ledger.append("replay", attempt=attempt, step=step)
             return Permit(*key, salt, replay=self.run.releases.get(key) or {})
