@@ -1,7 +1,8 @@
 """Searches of other libraries as ``search``: faiss and ScaNN propose passages, and we score them.
 
 Scores and order of the proposals are computed as in the exact search. So a flat index of either library gives our own
-ranking, unless passages at its end differ by less than float32 resolves. An approximate index gives a part of it.
+ranking, unless passages at its end differ by less than float32 resolves. An approximate index gives a part of it, and
+proposes four times as many passages as are wanted, since its own order of them is rough.
 """
 
 from __future__ import annotations
@@ -44,16 +45,24 @@ class Faiss:
     def build(cls, passages: Rows, factory: str, *, cosine: bool = False, device: str = "cpu", seed: int = 0) -> Faiss:
         """Train and fill an index over passages, which ``cosine`` normalises.
 
-        ``factory`` is ``Flat``, ``IVF4096,Flat``, ``HNSW32``, ``OPQ64,IVF4096,PQ64`` and so on; ``device`` is
-        ``cpu`` or ``cuda`` (all GPUs); ``seed`` draws the sample that an index is trained on.
+        ``factory`` is ``Flat``, ``IVF4096,Flat``, ``HNSW32``, ``OPQ64,IVF4096,PQ64`` and so on. After a semicolon it
+        sets parameters of the search, which `write` keeps: ``IVF4096,Flat;nprobe=32``, ``HNSW32;efSearch=128``.
+        ``device`` is ``cpu`` or ``cuda`` (all GPUs); ``seed`` draws the sample that an index is trained on.
         """
         faiss = load_faiss()
         if not len(passages):
             raise DataError("There are no passages to index.")
+        structure, _, parameters = factory.partition(";")
         try:
-            index = faiss.index_factory(passages.dim, factory, faiss.METRIC_INNER_PRODUCT)
+            index = faiss.index_factory(passages.dim, structure, faiss.METRIC_INNER_PRODUCT)
         except RuntimeError as error:
             raise ConfigurationError(f"search=faiss:{factory} is not an index that faiss can build.") from error
+        try:
+            faiss.ParameterSpace().set_index_parameters(index, parameters)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"search=faiss:{factory}: faiss cannot set {parameters} on {structure}. IVF has nprobe, HNSW efSearch."
+            ) from error
         if device != "cpu":
             index = _on_gpus(faiss, index)
         try:
@@ -72,7 +81,8 @@ class Faiss:
         """Read an index that `write` wrote."""
         faiss = load_faiss()
         try:
-            index = faiss.read_index(str(path))
+            # Mapped, so that an index takes the memory of what searches touch, and opens at once.
+            index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC if device == "cpu" else 0)
         except RuntimeError as error:
             raise DataError(f"{path} is not an index that faiss can read.") from error
         return cls(index if device == "cpu" else _on_gpus(faiss, index))
@@ -82,6 +92,13 @@ class Faiss:
         faiss = load_faiss()
         on_gpu = hasattr(faiss, "index_gpu_to_cpu") and "Gpu" in type(self.index).__name__
         faiss.write_index(faiss.index_gpu_to_cpu(self.index) if on_gpu else self.index, str(path))
+
+    def depth(self, k: int) -> int:
+        """Return how many proposals to score for the ``k`` best."""
+        kind, near = type(self.index).__name__, _near(k)
+        if kind.removeprefix("Gpu").startswith("IndexFlat"):
+            return near
+        return max(near, min(4 * k + 64, FAISS_GPU_LIMIT if "Gpu" in kind else 4 * k + 64))
 
     def propose(self, queries: NDArray[np.float32], count: int) -> NDArray[np.int64]:
         if "Gpu" in type(self.index).__name__ and count > FAISS_GPU_LIMIT:
@@ -102,6 +119,9 @@ class Scann:
         self._count = len(passages)
         table = _float32(passages.chunk(0, len(passages)), cosine)
         self._searcher = scann.scann_ops_pybind.builder(table, 10, "dot_product").score_brute_force(False).build()
+
+    def depth(self, k: int) -> int:
+        return _near(k)
 
     def propose(self, queries: NDArray[np.float32], count: int) -> NDArray[np.int64]:
         count = min(count, self._count)
@@ -129,7 +149,7 @@ def search_with(
     rows, cosine = as_rows(passage_embeddings), similarity == "cosine"
     rank = torch.arange(len(rows)) if tie_rank is None else tie_rank.cpu()
     queries = prepared(query_embeddings.detach().cpu().double(), cosine)
-    places, count = places_by_rank(rank), min(len(rows), k + 64 + k // 64)
+    places, count = places_by_rank(rank), min(len(rows), back_end.depth(k))
     found = []
     for start in range(0, len(queries), _QUERIES):
         part = queries[start : start + _QUERIES]
@@ -144,6 +164,11 @@ def search_with(
     if not found:
         return TopK(torch.empty(0, k), torch.empty(0, k, dtype=torch.long))
     return TopK(torch.cat([top.scores for top in found]), torch.cat([top.indices for top in found]))
+
+
+def _near(k: int) -> int:
+    """Return how many proposals of a flat index hold the ``k`` best, with room for scores that float32 confuses."""
+    return k + 64 + k // 64
 
 
 def make_search(name: str, *, device: str | None = None) -> Callable[..., TopK]:

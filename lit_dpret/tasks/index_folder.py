@@ -108,6 +108,7 @@ class IndexFolder:
             for name, digest in self.manifest.files.items():
                 if file_sha256(self.folder / name) != digest:
                     raise DataError(f"{self.folder / name} is not the file that {MANIFEST} describes: SHA-256 differ.")
+        self._indexes: dict[str, Faiss] = {}
         self.rows = FileRows(self.folder / EMBEDDINGS, dim=self.manifest.dim, storage=self.manifest.storage)
         if len(self.rows) != self.manifest.count:
             raise DataError(
@@ -173,8 +174,9 @@ class IndexFolder:
         if self.manifest.kind == "exact":
             return search(query_embeddings, self._searched, k, tie_rank=self.tie_rank, device=device)
         where = "cpu" if device is None else torch.device(device).type
-        index = Faiss.read(self.folder / FAISS, device=where)
-        return search_with(index, query_embeddings, self.rows, k, tie_rank=self.tie_rank)
+        if where not in self._indexes:
+            self._indexes[where] = Faiss.read(self.folder / FAISS, device=where)
+        return search_with(self._indexes[where], query_embeddings, self.rows, k, tie_rank=self.tie_rank)
 
     @cached_property
     def _searched(self) -> FileRows | TensorRows:

@@ -192,7 +192,7 @@ def test_a_step_that_does_not_repeat_bit_by_bit_is_refused_and_then_charged(kill
     disturbed = seeded(tmp_path)
     original = disturbed.per_row_loss
     disturbed.per_row_loss = lambda rows: original(rows) * 1.0001  # type: ignore[method-assign]
-    with pytest.raises(ResumeError, match="bit by bit .*another clipped sum"):
+    with pytest.raises(ResumeError, match=r"bit by bit .*another clipped sum"):
         fit(killed, disturbed, resume=True)
     with pytest.raises(BudgetExceededError):
         fit(killed, seeded(tmp_path), resume=True)

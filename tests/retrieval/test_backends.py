@@ -71,16 +71,35 @@ def test_an_approximate_index_gives_a_part_of_the_ranking_with_true_scores(facto
 @NEEDS_FAISS
 def test_an_index_that_was_written_and_read_gives_the_same_ranking(tmp_path: Path) -> None:
     queries, passages, rank = random_case(800)
-    built = Faiss.build(TensorRows(passages), "IVF8,Flat")
-    built.write(tmp_path / "index")
-    read = Faiss.read(tmp_path / "index")
-    one, other = (search_with(index, queries, passages, 7, tie_rank=rank) for index in (built, read))
-    assert torch.equal(one.indices, other.indices)
+    exact = search(queries, passages, 7, tie_rank=rank)
+    for factory, whole in (("IVF8,Flat", False), ("IVF8,Flat;nprobe=8", True), ("HNSW8;efSearch=800", True)):
+        built = Faiss.build(TensorRows(passages), factory)
+        built.write(tmp_path / "index")
+        read = Faiss.read(tmp_path / "index")
+        one, other = (search_with(index, queries, passages, 7, tie_rank=rank) for index in (built, read))
+        assert torch.equal(one.indices, other.indices)
+        assert torch.equal(one.indices, exact.indices) == whole, "the file holds the parameters of the search"
     with pytest.raises(DataError, match="over another corpus"):
         search_with(read, queries, passages[:100], 7)
     (tmp_path / "torn").write_bytes((tmp_path / "index").read_bytes()[:200])
     with pytest.raises(DataError, match="index that faiss can read"):
         Faiss.read(tmp_path / "torn")
+
+
+@NEEDS_FAISS
+def test_codes_propose_more_than_is_wanted_because_their_own_order_is_rough() -> None:
+    queries, passages, rank = random_case()
+    index, flat = (Faiss.build(TensorRows(passages), factory) for factory in ("PQ6", "Flat"))
+    assert (flat.depth(100), index.depth(100)) == (165, 464)
+    exact = search(queries, passages, 100, tie_rank=rank).indices
+
+    def recall() -> float:
+        found = search_with(index, queries, passages, 100, tie_rank=rank).indices
+        return sum(len({*a} & {*b}) for a, b in zip(found.tolist(), exact.tolist(), strict=True)) / exact.numel()
+
+    rescored = recall()
+    index.depth = lambda k: k  # type: ignore[method-assign]
+    assert rescored > recall() + 0.2
 
 
 @NEEDS_FAISS
@@ -107,6 +126,8 @@ ROWS = TensorRows(torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
     ("attempt", "error", "named"),
     [
         (lambda: Faiss.build(ROWS, "Nonsense"), ConfigurationError, "faiss:Nonsense"),
+        (lambda: Faiss.build(ROWS, "Flat;nprobe=4"), ConfigurationError, "nprobe=4 on Flat"),
+        (lambda: Faiss.build(ROWS, "IVF4,Flat;nprobe"), ConfigurationError, "nprobe on IVF4,Flat"),
         (lambda: Faiss.build(ROWS, "IVF64,Flat"), DataError, "'IVF64,Flat' of 20 passages"),
         (lambda: Faiss.build(TensorRows(torch.empty(0, 6)), "Flat"), DataError, "no passages"),
         (lambda: Faiss.build(ROWS, "Flat", device="cuda"), ConfigurationError, r"\[faiss-gpu\]"),
