@@ -184,6 +184,22 @@ def compare(count: int, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"passages": count, "dim": dim, "rows": rows}
 
 
+def table(size: dict[str, Any]) -> str:
+    """Return the page's table of one size: milliseconds are of one processor, MiB beside the vectors."""
+    lines = [
+        "| index | recall@10 | recall@100 | one question | build | on disk | memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in size["rows"]:
+        name = f"{row['kind']};{row['parameters']}".rstrip(";")
+        lines.append(
+            f"| `{name}` | {row['recall@10']:.3f} | {row['recall@100']:.3f} | "
+            f"{1000 * row['one_question_processor_seconds']:.3g} ms | {row.get('build_processor_seconds', 0):.3g} s | "
+            f"{row.get('index_mib', 0):.3g} MiB | {row['risen_mib']:.3g} MiB |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = options(__doc__, "index_kinds_cpu.json", dim=384, threads=2)
     parser.add_argument("--embeddings", type=Path, help="folder of task=encode; random vectors without it")
@@ -203,7 +219,9 @@ def main() -> None:
     else:
         facts = {"k": K, "questions": QUESTIONS, "threads": arguments.threads}
         facts |= machine("torch", "numpy", "faiss-cpu", "lancedb")
-        write(facts | {"sizes": [compare(count, arguments) for count in arguments.sizes]}, arguments.out)
+        sizes = [compare(count, arguments) for count in arguments.sizes]
+        write(facts | {"sizes": sizes}, arguments.out)
+        say("\n\n".join(map(table, sizes)))
 
 
 if __name__ == "__main__":
