@@ -114,7 +114,9 @@ def test_search_is_compared_with_what_is_installed_and_finds_the_same(tmp_path: 
 
 @pytest.mark.slow
 def test_kinds_of_index_are_compared_and_an_index_that_is_searched_deeper_finds_more(tmp_path: Path) -> None:
-    [size] = results("index_kinds", "--sizes", "3000", "--dim", "48", out=tmp_path / "kinds.json")["sizes"]
+    [size] = results("index_kinds", "--sizes", "3000", "--dim", "48", "--threads", "1", out=tmp_path / "kinds.json")[
+        "sizes"
+    ]
     found = {(row["kind"], row["parameters"]): row["recall@100"] for row in size["rows"]}
     assert found["exact", ""] == found["exact, 4 shards", ""] == found["Flat", ""] == 1
     assert found["IVF128,Flat", "nprobe=1"] < found["IVF128,Flat", "nprobe=16"] < found["IVF128,Flat", "nprobe=64"]

@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import tomllib
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,8 @@ def main(words: list[str], *, honest_first: bool = True, jobs: int = JOBS) -> in
                 status = 100
                 try:
                     status = min(100, survivors(chosen[job::jobs], Path(temporary) / str(job)))
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(status)
             children.append(child)

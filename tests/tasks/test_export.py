@@ -482,7 +482,7 @@ def test_a_changed_set_is_refused_before_anything_is_written_or_sent(hub: Hub, m
     shutil.copytree(made.parent.parent, changed)
     with (changed / "made" / "synthetic" / "queries.jsonl").open("a") as file:
         file.write('{"_id": "genQ0", "text": "what did ann ask"}\n')
-    with pytest.raises(VerificationError, match=r"queries\.jsonl"):
+    with pytest.raises(VerificationError, match=r"^task\.data=.* queries\.jsonl"):
         Export(data=changed / "made" / "synthetic", push_to_hub="org/queries").run(no_parts(tmp_path / "out"))
     assert not hub.files and not hub.private and not (tmp_path / "out" / "data").exists()
 
