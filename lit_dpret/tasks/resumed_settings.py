@@ -21,9 +21,9 @@ SETTINGS = "settings.json"
 _SETTINGS_SCHEMA = "lit-dpret/fit-settings/1"
 
 LENGTHS = ("max_steps", "max_epochs")
-"""The Trainer settings that a resumed run must keep."""
+"""The Trainer settings that a resumed run must keep or shorten."""
 
-_MAY_CHANGE = {  # on resume: speed settings, and paths of files
+_MAY_CHANGE = {  # on resume: speed settings, and paths; what the files contain is compared by `PrivateRun.open`
     "physical_batch_size", "num_workers", "gradient_checkpointing", "grad_cache_rows", "cache_dir", "passage_cache_dir",
     "secret_file", "dataset_ledger", "total_eps", "folder", "root", "pairs", "queries",
     "corpus", "qrels", "path", "file",
