@@ -9,6 +9,7 @@ bounds nothing: ``dp_sgd`` is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,7 +25,7 @@ from lit_dpret.losses import HardNegativeSoftmaxLoss, InBatchSoftmaxLoss, Margin
 from lit_dpret.modules.fine_tuning import with_lora, without_adapters
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule, make_towers
-from lit_dpret.modules.public_pool import PoolCandidates, PublicPool
+from lit_dpret.modules.public_pool import Candidates, PublicPool
 from lit_dpret.modules.step_negatives import Compared, StepNegatives
 from lit_dpret.negatives import RowNegatives, TrainTexts
 from lit_dpret.negatives.row_negatives import Sources
@@ -161,7 +162,7 @@ class DualEncoder(PairModule):
             self._pool = PublicPool(privacy.pool_size, privacy.pool_seed)
         self._listwise = HardNegativeSoftmaxLoss(temperature=temperature, similarity="cosine")
         self._pool_texts: list[str] = []
-        self._candidates: PoolCandidates | None = None
+        self._candidates: Candidates | None = None
         self._all_passages: Tensor | None = None
         if passage_cache_dir is not None and not self._frozen_passages:
             raise ConfigurationError(
@@ -315,24 +316,20 @@ class DualEncoder(PairModule):
                 "privacy=public_passages has no public passages: give the Trainer a DataModule that lists them, or "
                 "call learn_public_passages."
             )
-        chosen, place = self._pool.draw(batch.step)
-        texts = self._pool_texts if chosen is None else [self._pool_texts[i] for i in chosen.tolist()]
-        full = self.privacy.passage_gradient == "full"
-        tower = self.tower("passage")
-        self._candidates = PoolCandidates(
-            step=batch.step,
-            place=None if place is None else place.to(self.device),
-            embeddings=None if full else self._pool_embeddings(texts, chosen).to(self.device),
-            features=map_rows(lambda t: t.to(self.device), tower.tokenize(texts, "passage")) if full else None,
-            count=len(texts),
-        )
-
-    def _pool_embeddings(self, texts: list[str], chosen: Tensor | None) -> Tensor:
+        drawn = self._pool.draw(batch.step, self.device)
+        listed = self._pool_texts
+        texts = listed if drawn.chosen is None else [listed[i] for i in drawn.chosen.tolist()]
+        if self.privacy.passage_gradient == "full":
+            tokens = self.tower("passage").tokenize(texts, "passage")
+            self._candidates = replace(drawn, features=map_rows(lambda t: t.to(self.device), tokens))
+            return
         if self._passage_cache_dir is None:
-            return self.encode_passages(texts)
-        if self._all_passages is None:  # frozen: computed once, and read from the cache by later runs
-            self._all_passages = self.encode_passages(self._pool_texts)
-        return self._all_passages if chosen is None else self._all_passages[chosen]
+            embeddings = self.encode_passages(texts)
+        else:
+            if self._all_passages is None:  # frozen: computed once, and read from the cache by later runs
+                self._all_passages = self.encode_passages(listed)
+            embeddings = drawn.of(self._all_passages)
+        self._candidates = replace(drawn, embeddings=embeddings.to(self.device))
 
     def per_row_loss(self, rows: dict[str, Any]) -> Tensor:
         """Return the loss of every row, ``(rows,)``: cross entropy in nats of its own passage among its candidates.

@@ -23,7 +23,7 @@ from lit_dpret.losses import InBatchSoftmaxLoss, MarginMSELoss, PairwiseLoss, Pu
 from lit_dpret.modules.labelled_margins import LabelledMargins
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule, make_encoder
-from lit_dpret.modules.public_pool import PublicPool, marked, row_by_row
+from lit_dpret.modules.public_pool import Candidates, PublicPool, row_by_row
 from lit_dpret.negatives.row_negatives import RowNegatives, Sources
 from lit_dpret.privacy.batches import UnitBatch, copied_rows
 from lit_dpret.privacy.ledger.trained import note_folder
@@ -332,27 +332,22 @@ class FrozenDualEncoder(PairModule):
         queries = self.embed(rows["query"], "query")
         if self._labels is not None:
             return self._labels.row_losses(queries, rows, self.passage_embeddings)
-        chosen, place_in_pool = self.pool(self._step)
-        pool = self.passage_embeddings if chosen is None else self.passage_embeddings[chosen]
+        candidates, table = self.pool(self._step), self.passage_embeddings
+        pool = candidates.of(table)
 
         def of_rows(part: slice, embeddings: Tensor) -> Tensor:
             positive, others = rows["positive"][part], rows["others"][part]
-            if place_in_pool is None:
-                mask = marked(others, len(pool))
-                found: Tensor = self.loss(embeddings, pool, positive_index=positive, mask=mask)
-            else:
-                answers = torch.cat([positive.unsqueeze(1), others], dim=1)
-                mask = marked(torch.where(answers < 0, answers, place_in_pool[answers]), len(pool))
-                own = self.passage_embeddings[positive]
-                found = self.loss(embeddings, pool, positive_embeddings=own, mask=mask)
+            own, answers = {"positive_index": positive}, others
+            if candidates.chosen is not None:  # a row's own passage may not be drawn
+                own, answers = {"positive_embeddings": table[positive]}, torch.cat([positive.unsqueeze(1), others], 1)
+            found: Tensor = self.loss(embeddings, pool, mask=candidates.mask(answers), **own)
             return found
 
         return row_by_row(of_rows, queries, rows_at_once=_LOGITS_AT_ONCE // len(pool))
 
-    def pool(self, step: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return the candidates of logical step ``step``, as `PublicPool.draw`, on the module's device."""
-        chosen, place = self._pool.draw(step)
-        return (None, None) if chosen is None or place is None else (chosen.to(self.device), place.to(self.device))
+    def pool(self, step: int) -> Candidates:
+        """Return the candidates of logical step ``step``, on the module's device."""
+        return self._pool.draw(step, self.device)
 
     def save_model(self, folder: str | Path) -> Path:
         """Write the encoder and the heads as a sentence-transformers folder with its contract."""

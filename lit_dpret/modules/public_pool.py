@@ -29,26 +29,23 @@ class PublicPool:
         require_whole("model", {"pool_seed": seed}, 0)
         self.size, self.seed = size, seed
         self.place: dict[str, int] = {}
-        self._drawn: tuple[int, Tensor | None, Tensor | None] | None = None
+        self._drawn: tuple[tuple[int, torch.device], Candidates] | None = None
 
     def learn(self, passage_ids: Sequence[str]) -> None:
         self.place = {name: place for place, name in enumerate(passage_ids)}
         self._drawn = None
 
-    def draw(self, step: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return a logical step's candidates: their indices, and each passage's position among them or -1.
-
-        Both are None if all passages are candidates.
-        """
+    def draw(self, step: int, device: torch.device) -> Candidates:
+        """Return a logical step's candidates, with their tensors on ``device``."""
         if self.size is None or self.size >= len(self.place):
-            return None, None
-        if self._drawn is None or self._drawn[0] != step:
+            return Candidates(step, len(self.place))
+        if self._drawn is None or self._drawn[0] != (step, device):
             coins = np.random.Generator(np.random.Philox(np.random.SeedSequence((self.seed, step))))
             chosen = torch.from_numpy(coins.choice(len(self.place), size=self.size, replace=False))
             place = torch.full((len(self.place),), NOBODY)
             place[chosen] = torch.arange(self.size)
-            self._drawn = (step, chosen, place)
-        return self._drawn[1:]
+            self._drawn = (step, device), Candidates(step, self.size, chosen.to(device), place.to(device))
+        return self._drawn[1]
 
     def places(self, own: Sequence[str], positives: Sequence[Collection[str]]) -> tuple[Tensor, Tensor]:
         """Return the indices of some rows' passages in the public list.
@@ -71,22 +68,31 @@ class PublicPool:
 
 
 @dataclass(frozen=True)
-class PoolCandidates:
+class Candidates:
     """The public passages of one step."""
 
     step: int  # the logical step
-    place: Tensor | None  # each public passage's position among the candidates, or -1; None if all are candidates
-    embeddings: Tensor | None  # without gradient, ``(count, dim)``; None if their gradient is needed
-    features: Any  # the tokens, if the gradient is needed
-    count: int  # the number of candidates
+    count: int  # how many they are
+    chosen: Tensor | None = None  # their indices in the public list; None if all passages are candidates
+    place: Tensor | None = None  # each public passage's position among them, or -1; None like ``chosen``
+    embeddings: Tensor | None = None  # without gradient, ``(count, dim)``
+    features: Any = None  # the tokens, if the gradient of the embeddings is needed
 
-    def add_to(self, compared: Compared, answers: Tensor, embed: Callable[[Any], Tensor]) -> None:
-        """Add the candidates to rows: once for all rows, or with a copy for each if their gradient counts.
+    def of(self, passages: Tensor) -> Tensor:
+        """Return their rows of a table of all public passages."""
+        return passages if self.chosen is None else passages[self.chosen.to(passages.device)]
+
+    def mask(self, answers: Tensor) -> Tensor:
+        """Return which of them answer each row, ``(rows, count)``.
 
         ``answers`` are indices of each row's answers in the public list, padded with -1, ``(rows, most of them)``.
         """
         places = answers if self.place is None else torch.where(answers < 0, answers, self.place[answers])
-        mask = marked(places, self.count)
+        return marked(places, self.count)
+
+    def add_to(self, compared: Compared, answers: Tensor, embed: Callable[[Any], Tensor]) -> None:
+        """Add them to rows: once for all rows, or with a copy for each if their gradient counts."""
+        mask = self.mask(answers)
         if self.embeddings is not None:
             compared.shared.append((self.embeddings, mask))
             return

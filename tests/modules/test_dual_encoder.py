@@ -254,7 +254,7 @@ def test_the_clipped_sum_is_that_of_each_rows_softmax_over_public_passages(gradi
     batch = batch_of(module.collate_rows(lines(0, 1, 4)))
     module.before_batch(batch)
     found = clipped_sum(module, plan_of(mode, module, n_max=8), batch.rows)
-    pool, _ = module._pool.draw(0)  # type: ignore[union-attr]
+    pool = module._pool.draw(0, module.device).chosen  # type: ignore[union-attr]
     names = sorted(PASSAGES)
     total = torch.zeros(())
     for i, row in enumerate(lines(0, 1, 4)):

@@ -53,7 +53,7 @@ def test_the_loss_is_the_cross_entropy_over_the_passages_that_do_not_answer_the_
     module, lines = frozen(**settings), rows()
     names = [line.passage_id for line in lines] if "head" in settings else list(PASSAGES)
     if "pool_size" in settings:
-        chosen, _ = module.pool(0)
+        chosen = module.pool(0).chosen
         assert chosen is not None and len(set(chosen.tolist())) == 5
         names = [names[i] for i in chosen.tolist()]
     queries = module.encode_queries([line.query for line in lines])
@@ -65,7 +65,7 @@ def test_the_loss_is_the_cross_entropy_over_the_passages_that_do_not_answer_the_
 
 def test_the_pool_depends_on_seed_and_step_and_not_on_the_queries() -> None:
     def pool(module: FrozenDualEncoder, step: int) -> list[int]:
-        chosen, _ = module.pool(step)
+        chosen = module.pool(step).chosen
         assert chosen is not None
         return chosen.tolist()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -12,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 from negative_cases import NOISE, tower
-from pair_stand_ins import data_module
+from pair_stand_ins import batch_of, data_module
 from stand_ins import Numbers, Regression, dp, fit
 from torch import Tensor
 
@@ -126,8 +127,9 @@ def test_a_head_that_is_not_saved_is_refused_and_one_that_is_everywhere_embeds_t
         Headed(**settings(mode))
     module: Any = WholeHeaded(**settings(mode))
     fit(tmp_path / "run", module, data_module(tmp_path / "data", **SAMPLING), steps=1)
-    texts = module._pool_texts[:3]
-    torch.testing.assert_close(module._pool_embeddings(texts, None), module.encode_passages(texts))
+    module.before_batch(dataclasses.replace(batch_of({"query": {"input_ids": torch.zeros(2, 1)}}), step=1))
+    texts = [module._pool_texts[i] for i in module._candidates.chosen.tolist()]
+    torch.testing.assert_close(module._candidates.embeddings, module.encode_passages(texts))
     assert not torch.allclose(module.encode_passages(texts), module.tower("passage").encode(texts, "passage"))
 
 
