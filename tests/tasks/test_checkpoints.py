@@ -25,7 +25,7 @@ from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.ledger.chain import ChainedFile
 from lit_dpret.privacy.ledger.gate import ReleaseGate
 from lit_dpret.privacy.ledger.private_run import Position
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, noise_keys, read_keys
 from lit_dpret.tasks import Fit, Verify
 from lit_dpret.tasks.fit import Training, train, warn_of_crowded_cores
 
@@ -140,7 +140,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(moment: str, whole: tuple[Photo
     assert torch.equal(weights(resumed), expected)
     assert spent(folder) == cost
     known = records(folder)
-    check_no_key_reuse(known)
+    read_keys(known)
     assert noise_keys(known) == [(0, step) for step in range(6)]
     assert sum(record["kind"] == "plan" for record in known) == 2, "the ledger says that the run was resumed"
     assert [r["kind"] for r in known].count("repair") == (moment == "half an intent")
@@ -265,7 +265,7 @@ def test_without_replay_a_killed_run_pays_for_what_it_repeats(moment: str, tmp_p
     announced = len(noise_keys(records(killed)))
     run(killed, resume=True, **settings)
     known = records(killed)
-    check_no_key_reuse(known)
+    read_keys(known)
     assert len(noise_keys(known)) == announced + 4, "the last whole checkpoint was that of step 2"
     assert spent(folder) < spent(killed) <= 3.0
 

@@ -147,7 +147,7 @@ class KeyBook:
 
 
 def read_keys(records: Iterable[Mapping[str, Any]]) -> KeyBook:
-    """Return the key book of a whole ledger."""
+    """Return the key book of a whole ledger; refuse one in which a noise key was used for two announced steps."""
     book = KeyBook()
     for record in records:
         book.check(record)
@@ -158,11 +158,6 @@ def read_keys(records: Iterable[Mapping[str, Any]]) -> KeyBook:
 def noise_keys(records: Iterable[Mapping[str, Any]]) -> list[Key]:
     """Return (attempt, step) of every intent, in order."""
     return [_key(record) for record in records if record.get("kind") == "intent"]
-
-
-def check_no_key_reuse(records: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ``LedgerError`` if one noise key was used for two announced steps."""
-    read_keys(records)
 
 
 def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:

@@ -26,7 +26,7 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
 )
 from lit_dpret.privacy.ledger.chain import GENESIS, canonical_json, record_hash
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, noise_keys, read_keys
 
 LAW = Poisson(sample_rate=0.01)
 STEP = GaussianRelease(noise_multiplier=1.0, law=LAW)
@@ -460,11 +460,11 @@ def test_a_noise_key_is_never_used_twice(path: Path) -> None:
         with pytest.raises(LedgerError, match="attempt 1, step 0 was announced twice"):
             ledger.append("intent", attempt=1, step=0, release=STEP.to_dict())
         assert path.stat().st_size == size
-        check_no_key_reuse(ledger.records)
+        read_keys(ledger.records)
         doubled = [*ledger.records, ledger.records[0]]
     assert noise_keys(doubled) == [(0, 0), (1, 0), (0, 0)]
     with pytest.raises(LedgerError, match="announced twice"):
-        check_no_key_reuse(doubled)
+        read_keys(doubled)
     with pytest.raises(LedgerError, match="announced twice"):
         charged_releases(doubled)
 

@@ -16,7 +16,7 @@ from lit_dpret.privacy.ledger import chain
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.judgement import DECLARED_EVENT, PRIVATE_EVENT, leaks
 from lit_dpret.privacy.ledger.private_run import Fingerprints, Position, PrivateRun
-from lit_dpret.privacy.ledger.run_ledger import Key, PrivacyLedger, check_no_key_reuse
+from lit_dpret.privacy.ledger.run_ledger import Key, PrivacyLedger, read_keys
 
 DESCRIBED = {
     "mode": "dp_sgd", "unit": "query", "neighbours": "zero_out", "plan": None, "law": {"kind": "poisson"},
@@ -102,7 +102,7 @@ def test_a_ledger_knows_every_checkpoint_that_was_taken_before_it_and_none_that_
                 inside |= {key}
             moments.append((Position("run", run.attempt, due), inside, path.read_bytes()))
         run.ledger.close()
-    check_no_key_reuse(run.ledger.records)
+    read_keys(run.ledger.records)
     refused = 0
     for early, (_, _, written) in enumerate(moments):
         (tmp_path / "backup.jsonl").write_bytes(written)
