@@ -90,21 +90,17 @@ def test_without_matplotlib_a_picture_is_refused_or_left_out(tmp_path: Path, mon
 
 
 def audited(folder: Path) -> list[Any]:
-    return [PrivacyAccountant(run_dir=folder), OneRunAudit(run_dir=folder, canaries=32, max_share=0.9)]
+    return [
+        PrivacyAccountant(run_dir=folder, resume_reserve=30),
+        OneRunAudit(run_dir=folder, canaries=32, max_share=0.9),
+    ]
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
     ("given", "neighbours", "units"),
     [
-        pytest.param(
-            {"make_callbacks": lambda folder: [PrivacyAccountant(run_dir=folder, resume_reserve=30)]},
-            "zero_out",
-            None,
-            id="a reserve",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"make_callbacks": audited}, "replace_one", 56, id="an audit"),
+        pytest.param({"make_callbacks": audited}, "replace_one", None, id="an audit and a reserve"),
         pytest.param(
             {"make_canaries": lambda folder: CanarySuite(repetitions=[1, 2], candidates=10)},
             "zero_out",
