@@ -1,6 +1,6 @@
 """Compare kinds of index: recall, size on disk, memory, and the time to build it and to answer one question.
 
-    python benchmarks/index_kinds.py --embeddings RUN/embeddings --threads 2
+    python benchmarks/index_kinds.py --embeddings RUN/embeddings --threads 1
 
 `benchmarks/README.md` says how it measures.
 """
@@ -184,24 +184,8 @@ def compare(count: int, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"passages": count, "dim": dim, "rows": rows}
 
 
-def table(size: dict[str, Any]) -> str:
-    """Return the page's table of one size: milliseconds are of one processor, MiB beside the vectors."""
-    lines = [
-        "| index | recall@10 | recall@100 | one question | build | on disk | memory |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in size["rows"]:
-        name = f"{row['kind']};{row['parameters']}".rstrip(";")
-        lines.append(
-            f"| `{name}` | {row['recall@10']:.3f} | {row['recall@100']:.3f} | "
-            f"{1000 * row['one_question_processor_seconds']:.3g} ms | {row.get('build_processor_seconds', 0):.3g} s | "
-            f"{row.get('index_mib', 0):.3g} MiB | {row['risen_mib']:.3g} MiB |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
-    parser = options(__doc__, "index_kinds_cpu.json", dim=384, threads=2)
+    parser = options(__doc__, "index_kinds_cpu.json", dim=384, threads=1)
     parser.add_argument("--embeddings", type=Path, help="folder of task=encode; random vectors without it")
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--scratch", type=Path, help="folder for some 5 KB per passage; default the system's")
@@ -219,9 +203,7 @@ def main() -> None:
     else:
         facts = {"k": K, "questions": QUESTIONS, "threads": arguments.threads}
         facts |= machine("torch", "numpy", "faiss-cpu", "lancedb")
-        sizes = [compare(count, arguments) for count in arguments.sizes]
-        write(facts | {"sizes": sizes}, arguments.out)
-        say("\n\n".join(map(table, sizes)))
+        write(facts | {"sizes": [compare(count, arguments) for count in arguments.sizes]}, arguments.out)
 
 
 if __name__ == "__main__":

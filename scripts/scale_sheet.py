@@ -137,6 +137,23 @@ def encoding_rows() -> list[list[str]]:
     return found
 
 
+def index_rows() -> list[list[str]]:
+    """Return recall, time of one processor, and bytes of each kind of index in benchmarks/index_kinds.py."""
+    path = ROOT / "benchmarks" / "results" / "index_kinds_cpu.json"
+    rows = []
+    for collection in json.loads(path.read_text(encoding="utf-8"))["sizes"]:
+        for found in collection["rows"]:
+            built = duration(found["build_processor_seconds"]) if "build_processor_seconds" in found else "-"
+            rows.append([
+                f"{collection['passages']:,}", f"`{found['kind']};{found['parameters']}`".replace(";`", "`"),
+                f"{found['recall@10']:.3f}", f"{found['recall@100']:.3f}",
+                f"{1000 * found['one_question_processor_seconds']:.3g} ms", built,
+                size(2**20 * found.get("index_mib", 0)) if "index_mib" in found else "-",
+                size(2**20 * found["risen_mib"]),
+            ])  # fmt: skip
+    return rows
+
+
 _SIZES = {"small": "T5-small", "base": "T5-base"}
 _LABELS = {
     "full": "all weights", "checkpointing": "all weights, activations again", "lora": "LoRA",
@@ -239,6 +256,9 @@ def page() -> str:
         ),
         "of_epochs": table(["queries", "steps", "1 GPU", "8 GPUs", "64 GPUs"], epochs_rows("h100-80gb")),
         **by_block_facts(),
+        "indices": table(
+            ["passages", "index", "recall@10", "recall@100", "one question", "build", "on disk", "memory"], index_rows()
+        ),
         "encoding": table([*passages, "exact search, 1000 queries"], encoding_rows()),
     }
     text = Path(__file__).with_name("scale.md").read_text(encoding="utf-8")
