@@ -33,7 +33,7 @@ from lit_dpret.cards.text import ALARM, AUDIT_EVENT, BOUND
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
 from lit_dpret.privacy.budget import show_delta, show_epsilon
 from lit_dpret.privacy.ledger.judgement import plan_of
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, events_of, noise_keys
 from lit_dpret.settings import require_choice, require_whole
 
 
@@ -266,7 +266,7 @@ class OneRunAudit(Callback):
         ledger = ledger_of(trainer)
         self._register(ledger)
         folder, sha256 = self._folder(trainer), self._coins.facts["sha256"]
-        if any(record["kind"] == "intent" for record in ledger.records):
+        if noise_keys(ledger.records):
             self._scores = read_scores(folder, sha256=sha256)
         else:
             before, twins = self._score(pl_module)
@@ -282,7 +282,7 @@ class OneRunAudit(Callback):
             "confidence": self.confidence,
             "alarm": ALARM,
         }
-        known = [r for r in ledger.records if r["kind"] == "event" and r.get("name") == AUDIT_EVENT]
+        known = events_of(ledger.records, AUDIT_EVENT)
         if known:
             for name, value in facts.items():
                 if known[0]["audit"].get(name) != value:

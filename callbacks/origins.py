@@ -27,7 +27,7 @@ from lit_dpret.cards.file import CARD_NAME, card_above, read_card
 from lit_dpret.cards.start import Start, ledgers_of, model_folder
 from lit_dpret.errors import ConfigurationError, told
 from lit_dpret.privacy.ledger.passed import Passed, held_by, is_common, is_readable, looked_at
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity, private_start
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity, plans_of, private_start
 from lit_dpret.privacy.ledger.trained import (
     TrainedIn,
     changed_before,
@@ -256,7 +256,7 @@ def _runs_behind(place: Path) -> frozenset[TrainedIn]:
 
 def _runs_in(ledger: Path) -> set[TrainedIn]:
     records = PrivacyLedger.read(ledger).records
-    plan = next((record for record in records if record["kind"] == "plan"), None)
+    plan = next(iter(plans_of(records)), None)
     found = set() if plan is None else {TrainedIn(ledger_identity(records), str(plan["mode"]), str(ledger.parent))}
     if (behind := private_start(records)) is not None:
         start, mode = behind

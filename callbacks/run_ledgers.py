@@ -25,7 +25,7 @@ from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger, note_sweep
 from lit_dpret.privacy.ledger.gate import SharedGate
 from lit_dpret.privacy.ledger.private_run import Fingerprints, PrivateRun
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity, plans_of
 from lit_dpret.privacy.ledger.siblings import note_siblings, siblings_now
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import load_secret, published_secret
@@ -97,7 +97,7 @@ class RunLedgers(Callback):
     def _begun_with(self) -> int | None:
         if not self.resume or not self._ledger_path.exists():
             return None
-        plans = [record for record in PrivacyLedger.read(self._ledger_path).records if record["kind"] == "plan"]
+        plans = plans_of(PrivacyLedger.read(self._ledger_path).records)
         return int(plans[-1]["planned_steps"]) if plans else None
 
     def _planned(self, trainer: L.Trainer, module: Any, data: Any, begun_with: int | None) -> PlannedRun:

@@ -14,7 +14,7 @@ from lit_dpret.errors import LedgerError
 from lit_dpret.privacy.budget import show_delta, show_epsilon
 from lit_dpret.privacy.ledger.dataset_file import compose_across_runs
 from lit_dpret.privacy.ledger.judgement import owed_releases
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, plans_of
 
 _Records = list[dict[str, Any]]
 
@@ -55,7 +55,7 @@ def spent_under(
         if (budget := _budget_of(records)) is not None:
             private.setdefault((_unit_of(budget), str(budget["neighbours"])), []).append(records)
         else:
-            bare += any(record.get("mode") == "none" for record in records if record["kind"] == "plan")
+            bare += any(plan["mode"] == "none" for plan in plans_of(records))
     count, missing = sum(map(len, private.values())), ""
     elsewhere = [] if taken is None else _ledgers(taken)
     found = sum(_begins(one, other) for some in private.values() for one in some for other in elsewhere)
@@ -92,7 +92,7 @@ def spent_under(
 
 
 def _budget_of(records: _Records) -> dict[str, Any] | None:
-    plans = [record["plan"] for record in records if record["kind"] == "plan" and record.get("plan") is not None]
+    plans = [plan["plan"] for plan in plans_of(records) if plan["plan"] is not None]
     return dict(plans[-1]["budget"]) if plans else None
 
 

@@ -51,17 +51,13 @@ class Run:
         self.folder, self.plan = folder, plan
         self.path = folder / "privacy_ledger.jsonl"
         self.ledger = PrivacyLedger.open(self.path)
-        self.ledger.append(
-            "plan",
-            run_id="r",
-            nonce=secrets.token_hex(16),
-            attempt=0,
-            mode=mode,
-            plan=None if plan is None else plan.to_dict(),
-            planned_steps=planned,
-            rows_per_unit="one",
-            secure_rng=False,
-        )
+        self.resume(plan, mode=mode, planned_steps=planned)
+
+    def resume(self, plan: PrivacyPlan | None, **facts: Any) -> None:
+        """Write the record with which an attempt begins."""
+        usual = {"run_id": "r", "attempt": 0, "mode": "dp_sgd", "rows_per_unit": "one", "secure_rng": False}
+        stated = {"plan": None if plan is None else plan.to_dict(), "planned_steps": 20} | usual | facts
+        self.ledger.append("plan", nonce=secrets.token_hex(16), **stated)
 
     def step(self, step: int, *, attempt: int = 0, confirm: bool = True, **facts: Any) -> None:
         release = self.plan.release() if self.plan is not None else NonPrivateRelease(label="train")

@@ -118,7 +118,8 @@ def write_parent_card(folder: Path, *, neighbours: Neighbours = "zero_out") -> N
     )  # fmt: skip
     files = [path for path in folder.rglob("*") if path.is_file()]
     with PrivacyLedger.open(folder / "privacy_ledger.jsonl") as ledger:
-        ledger.append("plan", run_id=folder.name, attempt=0, mode="dp_sgd", plan=plan.to_dict())
+        own = {"run_id": folder.name, "nonce": folder.name, "attempt": 0, "mode": "dp_sgd", "planned_steps": 1}
+        ledger.append("plan", plan=plan.to_dict(), **own)
         ledger.append("intent", attempt=0, step=0, release=plan.release().to_dict(), state_hash=None, sum_tag=None)
         ledger.append("release", attempt=0, step=0, noise_std=1.0, sensitivity=1.0, denominator=10.0, law=law.to_dict())
         records = ledger.records

@@ -23,7 +23,7 @@ from lit_dpret.errors import ConfigurationError, DataError, LedgerError, LitDpre
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.ledger.judgement import claimed_releases, every_unit_in_every_step
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, plans_of
 
 LEVELS = 3
 """How many folders up a search starts, counting the card's own, and how many levels down it goes from each."""
@@ -282,7 +282,7 @@ def training_behind(folder: Path, data: Any) -> tuple[str, str] | None:
     beside = [path for place in ("*", _ROUNDS) for path in sorted(inside.parent.glob(f"{place}/{LEDGER_NAME}"))]
     places = (inside, inside.parent)
     for path in dict.fromkeys([*(place / LEDGER_NAME for place in places), *beside, *_named_by_cards(places)]):
-        plans = [r for r in _records(path) if r.get("kind") == "plan" and r.get("mode") not in ("none", "synthetic")]
+        plans = [plan for plan in plans_of(_records(path)) if plan["mode"] not in ("none", "synthetic")]
         if (plan := next((plan for plan in plans if _is_data_of(plan, data)), None)) is not None:
             return path.parent.name, str(plan["plan"]["budget"]["unit"])
     return None

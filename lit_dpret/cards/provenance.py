@@ -25,7 +25,7 @@ from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import release_from_dict
 from lit_dpret.privacy.budget import show_delta, show_epsilon
 from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS, Assumption, Consequence, Judged, plan_of
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, recorded_start
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, noise_keys, plans_of, recorded_start
 from lit_dpret.privacy.plan import EVOLUTION, HISTOGRAM, PrivacyPlan
 from lit_dpret.texts import normalise
 
@@ -152,7 +152,7 @@ def new_protocols(records: Sequence[Mapping[str, Any]], files: Sequence[str | Pa
     """Return the facts of the protocols that are not yet in a ledger; refuse new ones after its first step."""
     known = {one["sha256"] for one in registered(records)}
     new = [one for one in protocol_facts(files) if one["sha256"] not in known]
-    if new and any(record["kind"] == "intent" for record in records):
+    if new and noise_keys(records):
         names = ", ".join(one["name"] for one in new)
         raise ResumeError(
             f"{_KNOB}: {names} was not registered when this run began, or was changed since. A protocol that comes "
@@ -165,9 +165,9 @@ def registered(records: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Return ``name``, ``sha256`` and ``registered`` (the day) of the protocols before the first announced step."""
     found: list[dict[str, str]] = []
     for record in records:
-        if record.get("kind") == "intent":
+        if record["kind"] == "intent":
             break
-        if record.get("kind") == "event" and record.get("name") == PROTOCOL_EVENT:
+        if record["kind"] == "event" and record.get("name") == PROTOCOL_EVENT:
             found += [{**one, "registered": str(record["day"])} for one in record["protocols"]]
     return found
 
@@ -336,4 +336,4 @@ def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None =
 
 
 def _is_of(records: Sequence[Mapping[str, Any]], mode: str) -> bool:
-    return any(record.get("kind") == "plan" and record.get("mode") == mode for record in records)
+    return any(plan["mode"] == mode for plan in plans_of(records))

@@ -24,7 +24,7 @@ from lit_dpret.privacy.budget import AccountantName
 from lit_dpret.privacy.ledger.chain import GENESIS
 from lit_dpret.privacy.ledger.dataset_file import noted_total
 from lit_dpret.privacy.ledger.judgement import Judged, epsilon_by, plan_of
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, charged_releases, noise_keys
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, charged_releases, noise_keys, plans_of
 from lit_dpret.privacy.plan import PrivacyPlan
 
 Record = Mapping[str, Any]
@@ -35,7 +35,7 @@ PRICED_ALONE = 6
 
 def registered_facts(records: Sequence[Record]) -> dict[str, Any]:
     """Return what was registered before the first step: audit protocols and planted canaries."""
-    planted = next((r.get("planted") for r in reversed(records) if r.get("kind") == "plan"), None)
+    planted = next((plan.get("planted") for plan in reversed(plans_of(records))), None)
     return {"pre_registered": registered(records), **({"planted": dict(planted)} if planted else {})}
 
 
@@ -69,7 +69,7 @@ def decided_blocks(judged: Judged, model: str | None, accounted: Mapping[str, An
 def mechanism_facts(judged: Judged) -> dict[str, Any]:
     """Return the mechanism of the steps, from their records; values that differ become a range."""
     records, plan = judged.records, judged.plan
-    stated = [record for record in records if record.get("kind") == "release"]
+    stated = [record for record in records if record["kind"] == "release"]
     last = plan_of(records)[1]
     keys = noise_keys(records)
     gaussian = [release for release in judged.own if isinstance(release, GaussianRelease)]
@@ -77,7 +77,7 @@ def mechanism_facts(judged: Judged) -> dict[str, Any]:
     laws = list(dict.fromkeys(release.law for release in gaussian))
     facts: dict[str, Any] = {
         "kind": "gaussian_sum" if plan is not None else "no_noise",
-        "mode": last.get("mode") or (plan.mode if plan is not None else "none"),
+        "mode": last["mode"],
         "law": [law.to_dict() for law in laws],
         "law_text": "; ".join(law.describe() for law in laws) or None,
         "sample_rate": span(getattr(law, "sample_rate", None) for law in laws),
@@ -86,11 +86,11 @@ def mechanism_facts(judged: Judged) -> dict[str, Any]:
         "noise_std": span(record.get("noise_std") for record in stated) if plan is not None else None,
         "sensitivity": span(record.get("sensitivity") for record in stated),
         "denominator": span(record.get("denominator") for record in stated),
-        "steps_planned": last.get("planned_steps") or (plan.steps if plan is not None else None),
+        "steps_planned": last["planned_steps"],
         "steps_done": len(keys),
         **({"steps_counted": _count(judged.own)} if not_made else {}),
         "steps_unconfirmed": len(set(keys) - {(record["attempt"], record["step"]) for record in stated}),
-        "steps_replayed": sum(record.get("kind") == "replay" for record in records),
+        "steps_replayed": sum(record["kind"] == "replay" for record in records),
         "attempts": len({attempt for attempt, _ in keys}),
         "rows_per_unit": last.get("rows_per_unit"),
         **({"mode_facts": dict(last["mode_facts"])} if last.get("mode_facts") else {}),

@@ -36,6 +36,8 @@ from lit_dpret.privacy.ledger.run_ledger import (
     PrivacyLedger,
     counted_in,
     ledger_identity,
+    noise_keys,
+    plans_of,
     private_start,
     recorded_start,
 )
@@ -72,7 +74,7 @@ class Start:
         records = [] if self.ledger is None else PrivacyLedger.read(self.ledger).records
         known = counted_in(records)
         if dataset is not None and dataset.path.exists() and dataset.begin() in known:
-            if not {record["run_id"] for record in records if record["kind"] == "plan"} & dataset.run_ids():
+            if not {plan["run_id"] for plan in plans_of(records)} & dataset.run_ids():
                 raise LedgerError(
                     f"privacy.dataset_ledger={dataset.path} counted {self.knob}={self.folder} and lacks it now: this "
                     "is an older copy. Restore the newest one: without it the spending is unknown."
@@ -144,7 +146,7 @@ def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
     """
     before = recorded_start(ledger.records)
     now = None if start is None else dict(start.facts)
-    begun = before is not None or any(record["kind"] == "intent" for record in ledger.records)
+    begun = before is not None or bool(noise_keys(ledger.records))
     if begun and _lasting(before) != _lasting(now):
         ledger.close()
         told, given = ("nothing" if facts is None else facts["name"] for facts in (before, now))
@@ -203,7 +205,7 @@ def traces_of_training(model: str | Path) -> Iterator[tuple[Path, str]]:
         yield from ((place / NOTE_NAME, run.privacy) for run in sorted(noted_in(place)))
         if (ledger := place / LEDGER_NAME).is_file():
             records = PrivacyLedger.read(ledger).records
-            yield from ((ledger, str(record["mode"])) for record in records if record["kind"] == "plan")
+            yield from ((ledger, str(plan["mode"])) for plan in plans_of(records))
             if (behind := private_start(records)) is not None:
                 yield ledger, behind[1]
     if (above := card_above(folder)) is not None:

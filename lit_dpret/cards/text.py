@@ -27,6 +27,7 @@ from lit_dpret.cards.blocks import (
     to_markdown,
 )
 from lit_dpret.privacy.budget import show_delta, show_epsilon
+from lit_dpret.privacy.ledger.run_ledger import events_of
 
 AUDIT_EVENT = "one_run_audit"
 """The ledger event by which a run registers its audit before the first release."""
@@ -78,8 +79,8 @@ def audit_problems(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
     """Return audits' objections to a card: a contradiction, or a missing result that its ledger announced."""
     if contradicted(card):
         return [attacks_sentence(card)]
-    events = [record for record in records if record["kind"] == "event" and record.get("name") == AUDIT_EVENT]
-    ended = any(record["kind"] == "end" and record.get("reason") == "finished" for record in records)
+    events = events_of(records, AUDIT_EVENT)
+    ended = any(record["kind"] == "end" and record["reason"] == "finished" for record in records)
     if events and ended and not card["empirical"].get("results"):
         return [
             "The ledger registered an audit by canaries before the first release, but its result is not on the card. "

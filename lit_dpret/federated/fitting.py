@@ -19,7 +19,7 @@ from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.callbacks.progress import StepProgress
 from lit_dpret.errors import ResumeError
 from lit_dpret.files import write_whole
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, events_of, plans_of
 from lit_dpret.progress import without_progress
 
 
@@ -75,7 +75,7 @@ def fit_epochs(
             warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
             trainer.fit(module, datamodule=data)
     except ResumeError as error:
-        if repeat and any(record.get("name") == "replay_failed" for record in _records(folder)):
+        if repeat and events_of(_records(folder), "replay_failed"):
             raise NotRepeatedError(str(error)) from error
         raise
     finally:
@@ -114,7 +114,7 @@ def broken_attempt(folder: Path) -> tuple[Path, float] | None:
     """Return the newest attempt whose ledger holds a plan, and its noise multiplier; None if there is none."""
     attempts = sorted(folder.glob(f"attempt-*/{LEDGER_NAME}"), key=lambda path: int(path.parent.name.split("-")[1]))
     for path in reversed(attempts):
-        plan = next((record["plan"] for record in _records(path.parent) if record["kind"] == "plan"), None)
+        plan = next((plan["plan"] for plan in plans_of(_records(path.parent))), None)
         if plan is not None:
             return path.parent, float(plan["noise_multiplier"])
     return None

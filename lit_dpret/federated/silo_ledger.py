@@ -41,7 +41,7 @@ from lit_dpret.privacy.ledger.dataset_account import RunLock
 from lit_dpret.privacy.ledger.dataset_file import Charge, DatasetBook, DatasetFile, Total, compose_across_runs, composed
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.judgement import owed_releases
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, recorded_start
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, noise_keys, plans_of, recorded_start
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream, load_secret, noise_source
 
@@ -101,9 +101,9 @@ class SiloLedger:
         known: set[str] | None = None
         for path in ledgers:
             records = PrivacyLedger.read(path).records
-            plan = next((record for record in records if record.get("kind") == "plan"), {})
+            plan = next(iter(plans_of(records)), {})
             theirs = _side(plan.get("unit")) != _side(self.budget.unit) or plan.get("noise_seed") is not None
-            if theirs or not any(record.get("kind") == "intent" for record in records):
+            if theirs or not noise_keys(records):
                 continue
             if known is None:  # read once, and only if a ledger released something
                 known = set(self._book.entries)
@@ -194,7 +194,7 @@ class SiloLedger:
         """
         # A running release holds its ledger open for writing: if it opens here, no process is writing it.
         with PrivacyLedger.open(path) as own:
-            run_id = next((str(record["run_id"]) for record in own.records if record["kind"] == "plan"), "")
+            run_id = next((str(plan["run_id"]) for plan in plans_of(own.records)), "")
             entry = self._book.entries.get(run_id)
             if entry is None or entry.settled:
                 return
@@ -241,7 +241,7 @@ class SiloLedger:
         """
         if self.path.exists():
             self._ledger.require([])
-        plan = next((record for record in records if record.get("kind") == "plan"), {})
+        plan = next(iter(plans_of(records)), {})
         entry = self._book.entries.get(str(plan.get("run_id")))
         if entry is None:
             raise PrivateDataError(

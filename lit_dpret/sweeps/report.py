@@ -16,7 +16,7 @@ from lit_dpret.privacy.budget import show_epsilon
 from lit_dpret.privacy.ledger.dataset_file import Charge, EarlierRun, compose_across_runs, composed
 from lit_dpret.privacy.ledger.dataset_ledger import one_release
 from lit_dpret.privacy.ledger.judgement import owed_releases
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, noise_keys, recorded_start
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, noise_keys, plans_of, recorded_start
 from lit_dpret.report.figures import can_draw, draw_sweep
 from lit_dpret.report.page import render
 from lit_dpret.report.table import Table, plain
@@ -82,8 +82,8 @@ def _spent(sweep: SweepFolder) -> tuple[float | None, str | None]:
         records = PrivacyLedger.read(path).records
         if not noise_keys(records):
             continue  # refused before its first step
-        found |= {str(record["run_id"]) for record in records if record["kind"] == "plan"}
-        if any(record["kind"] == "plan" and record.get("plan") is not None for record in records):
+        found |= {str(plan["run_id"]) for plan in plans_of(records)}
+        if any(plan["plan"] is not None for plan in plans_of(records)):
             charges.append(Charge.of(owed_releases(records), EarlierRun.of_start(recorded_start(records))))
     if ledger is not None and ledger.path.exists():  # a deleted folder has still been spent
         charges += [charge for run, charge in ledger.charges_of(sweep.id).items() if run not in found]

@@ -31,7 +31,7 @@ from lit_dpret.privacy.ledger.dataset_account import require_room, reserved
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.privacy.ledger.private_run import PrivateRun
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, plans_of
 from lit_dpret.privacy.ledger.trained import runs_behind
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.plan import EVOLUTION, PrivacyPlan
@@ -233,7 +233,7 @@ class Evolve(SetDrawing):
         }
         if finished:  # this machine may be another one
             records = PrivacyLedger.read(parts.run_dir / LEDGER_NAME).records
-            before = next(record["mode_facts"] for record in records if record["kind"] == "plan")
+            before = plans_of(records)[0]["mode_facts"]
             facts |= {f"drawn_{name}": before.get(f"drawn_{name}") for name in _OF_THE_MACHINE}
         most = f"at most {self.max_votes} vote{'' if self.max_votes == 1 else 's'}"
         return histogram.counting_run(

@@ -36,7 +36,7 @@ from lit_dpret.files import SUMMARY_NAME, meant
 from lit_dpret.modules import PrivateModule
 from lit_dpret.modules.checkpointed import CLASS_KEY
 from lit_dpret.privacy.ledger.private_run import Position
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, plans_of
 from lit_dpret.report.page import render
 from lit_dpret.settings import Settings, require_switch
 from lit_dpret.synthesis.dataset_folder import DATA_FILES
@@ -437,7 +437,7 @@ def _refuse_other_run(path: Path, ledger: Path) -> None:
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     position = Position.among(content.get("callbacks", {}), place=str(path))
     records = PrivacyLedger.read(ledger).records if ledger.is_file() else []
-    if position is None or position.run_id not in {record["run_id"] for record in records if record["kind"] == "plan"}:
+    if position is None or position.run_id not in {plan["run_id"] for plan in plans_of(records)}:
         whose = "no accounted run" if position is None else f"run {position.run_id}"
         raise DataError(
             f"task.checkpoint={path} is of {whose}, and {ledger} does not mention it: its card does not cover these "

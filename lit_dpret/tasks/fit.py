@@ -33,7 +33,7 @@ from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError, UnplannedError
 from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.ledger.private_run import require_run
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, forthcoming_releases
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, forthcoming_releases, plans_of
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.settings import Settings
 from lit_dpret.tasks.parts import CHECKPOINTS, Parts, check_run_dir, say, say_unaccounted
@@ -160,7 +160,7 @@ def _is_finished(folder: Path) -> bool:
         records, card = PrivacyLedger.read(folder / LEDGER_NAME).records, read_card(folder)
     except (LedgerError, DataError):
         return False
-    plans = [record for record in records if record["kind"] == "plan"]
+    plans = plans_of(records)
     if not plans:  # starting again would forget what the card counts
         raise LedgerError(
             f"{folder / LEDGER_NAME} holds no plan, although the run's card is next to it: its records are lost. "
@@ -320,7 +320,7 @@ def warn_of_crowded_cores(trainer: L.Trainer) -> None:
 def _run_id(run_dir: Path) -> str | None:
     path = run_dir / LEDGER_NAME
     records = PrivacyLedger.read(path).records if path.exists() else []
-    return next((record["run_id"] for record in records if record["kind"] == "plan"), None)
+    return next((plan["run_id"] for plan in plans_of(records)), None)
 
 
 def refuse_several_ranks(trainer: L.Trainer) -> None:

@@ -29,7 +29,7 @@ from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.judgement import Assumption, leaks
 from lit_dpret.privacy.ledger.private_run import Fingerprints, PrivateRun
-from lit_dpret.privacy.ledger.run_ledger import FAILED, LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import FAILED, LEDGER_NAME, PrivacyLedger, plans_of
 from lit_dpret.privacy.ledger.siblings import note_siblings, siblings_now
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import load_secret, published_secret
@@ -142,7 +142,7 @@ class Histogram(Settings):
         folder, bins = parts.run_dir, self._bins.fingerprint()
         if parts.resume and (folder / LEDGER_NAME).is_file():
             before = PrivacyLedger.read(folder / LEDGER_NAME).records
-            if any(record.get("bins") != bins for record in before if record["kind"] == "plan"):
+            if any(plan.get("bins") != bins for plan in plans_of(before)):
                 raise ResumeError(
                     "resume=true with other bins: this run was started for another histogram. Restore task.bins, or "
                     "start a new run in another hydra.run.dir."

@@ -17,7 +17,7 @@ from lit_dpret.files import write_whole
 from lit_dpret.privacy.budget import AccountantName, show_delta, show_epsilon
 from lit_dpret.privacy.ledger.dataset_file import Charge, EarlierRun, compose_across_runs, composed
 from lit_dpret.privacy.ledger.judgement import owed_releases
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity, recorded_start
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity, plans_of, recorded_start
 from lit_dpret.privacy.ledger.siblings import among_siblings, tells_of_all
 from lit_dpret.report.table import Table, plain
 from lit_dpret.sweeps.report import claimed_epsilon, differing
@@ -108,7 +108,7 @@ def charged_together(ledgers: Iterable[Path], planned: Mapping[str, Any]) -> tup
     found: dict[str, Sequence[Mapping[str, Any]]] = {}
     for path in ledgers:
         records = PrivacyLedger.read(path).records
-        if any(record["kind"] == "plan" and record.get("plan") is not None for record in records):
+        if any(plan["plan"] is not None for plan in plans_of(records)):
             key = ledger_identity(records)
             found[key] = max(found.get(key, ()), records, key=len)
     charges = [Charge.of(owed_releases(one), EarlierRun.of_start(recorded_start(one))) for one in found.values()]
@@ -146,7 +146,7 @@ def _refuse_untold(parts: Parts, siblings: Mapping[str, Any]) -> None:
         if not (path.parent / CARD_NAME).is_file():
             continue
         records = PrivacyLedger.read(path).records
-        private = any(record["kind"] == "plan" and record.get("plan") is not None for record in records)
+        private = any(plan["plan"] is not None for plan in plans_of(records))
         ended = private and (records[-1]["kind"], records[-1].get("reason")) == ("end", "finished")
         if ended and not tells_of_all(records, siblings):
             raise ResumeError(

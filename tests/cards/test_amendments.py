@@ -128,8 +128,7 @@ def test_what_was_derived_before_finds_an_amended_card_and_not_one_that_was_edit
 
 def test_planted_canaries_stand_on_the_card_and_cannot_be_taken_off_it(tmp_path: Path) -> None:
     run = Run(tmp_path, make_plan())
-    run.ledger.append("plan", run_id="r", attempt=0, mode="dp_sgd", plan=make_plan().to_dict(), planned_steps=20,
-                      rows_per_unit="one", secure_rng=False, planted=PLANTED)  # fmt: skip
+    run.resume(make_plan(), planted=PLANTED)
     run.train(2).write_card(tuning={"data": "none"})
     card = read_card(tmp_path)
     assert card["empirical"]["planted"] == made_from(tmp_path)["empirical"]["planted"] == PLANTED

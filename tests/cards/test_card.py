@@ -155,7 +155,7 @@ def test_steps_that_nobody_announced_leave_no_guarantee(tmp_path: Path) -> None:
 def test_a_ledger_that_makes_no_one_claim_is_refused(run: Run, tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="no plan record"):
         build_card(run.ledger.records[1:], subject_of("weights", "x"))
-    run.ledger.append("plan", mode="dp_sgd", plan=make_plan(neighbours="replace_one").to_dict())
+    run.resume(make_plan(neighbours="replace_one"))
     with pytest.raises(LedgerError, match="neighbours"):
         run.card()
     with pytest.raises(ConfigurationError, match="inherit_card"):

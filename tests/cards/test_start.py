@@ -102,8 +102,8 @@ def test_the_claim_is_the_composition_of_both_runs_and_the_card_says_which_is_wh
 
 def test_the_card_states_what_the_claim_of_the_start_rests_on_and_leaves_open(tmp_path: Path) -> None:
     run = begun(tmp_path / "parent")
-    run.ledger.append(
-        "plan", run_id="r", attempt=0, mode="dp_sgd", plan=make_plan().to_dict(), planned_steps=2, secure_rng=False,
+    run.resume(
+        make_plan(), planned_steps=2,
         planted={"canaries": 5, "units": 5, "sha256": "0" * 64, "protocol": "file"},
         assumptions=["The number rests on bounds that were declared for this loss, and not proved here."],
     )  # fmt: skip
@@ -115,10 +115,10 @@ def test_the_card_states_what_the_claim_of_the_start_rests_on_and_leaves_open(tm
     parent = read_card(tmp_path / "parent")
     open_there = {one["text"] for one in parent["assumptions"] if one["holds"] is not True}
     assert any("declared for this loss" in text for text in open_there)
-    before, own = "parent", {"secure_rng": True, "planned_steps": 2, "attempt": 0, "run_id": "s", "mode": "dp_sgd"}
+    before = "parent"
     for name in ("child", "grandchild"):
         run = begun(tmp_path / name, tmp_path / before)
-        run.ledger.append("plan", plan=make_plan().to_dict(), **own)
+        run.resume(make_plan(), run_id="s", planned_steps=2, secure_rng=True)
         card, before = finished(run, 2), name
         assert {f"Of parent: {text}" for text in open_there} <= {one["text"] for one in card["assumptions"]}
         assert card["claim"]["guarantee"] == "dp" and not card["randomness"]["secure"]

@@ -27,6 +27,8 @@ from lit_dpret.privacy.ledger.run_ledger import (
     PrivacyLedger,
     counted_in,
     forthcoming_releases,
+    noise_keys,
+    plans_of,
 )
 
 
@@ -212,7 +214,7 @@ def require_room(
     records = PrivacyLedger.read(path).records if path.exists() else []
     # The check does not create the file: a refused run leaves nothing behind.
     if ledger.path.exists():
-        known = ledger.run_ids() & {record["run_id"] for record in records if record["kind"] == "plan"}
+        known = ledger.run_ids() & {plan["run_id"] for plan in plans_of(records)}
         for run_id in known:  # now, while the folder is unchanged: the reservation would come after its next record
             lock = RunLock(ledger.path, run_id)
             lock.take()
@@ -220,11 +222,10 @@ def require_room(
             ledger.check_history(run_id, [str(record["hash"]) for record in records])
         if known or ledger.begin() in counted_in(records):
             return
-    made = [int(record["step"]) for record in records if record["kind"] == "intent"]
-    attempts = [int(record["attempt"]) for record in records if record["kind"] == "intent"]
-    due = forthcoming_releases(
-        records, step, first=max(made, default=-1) + 1, until=steps, attempt=max(attempts, default=0)
-    )
+    keys = noise_keys(records)
+    first = 1 + max((made for _, made in keys), default=-1)
+    attempt = max((attempt for attempt, _ in keys), default=0)
+    due = forthcoming_releases(records, step, first=first, until=steps, attempt=attempt)
     refuted = [release for release in owed_releases(records) if isinstance(release, NonPrivateRelease)]
     ledger.require(Charge.of([*due, *refuted], earlier))
 

@@ -17,6 +17,7 @@ from lit_dpret.privacy.accounting.composition import check_supported, epsilon
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Release, merge, release_from_dict
 from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget
 from lit_dpret.privacy.ledger.chain import Book, ChainedFile
+from lit_dpret.privacy.ledger.run_ledger import events_of
 
 TOTAL_EVENT = "dataset_total"
 """The event in a run's ledger that holds the total of its data set at the end of the run."""
@@ -40,7 +41,7 @@ class Total:
 
 def noted_total(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return the last total recorded in a run's ledger, as `Total.to_dict` gives it; None without one."""
-    noted = [record for record in records if record.get("kind") == "event" and record.get("name") == TOTAL_EVENT]
+    noted = events_of(records, TOTAL_EVENT)
     return {item.name: noted[-1].get(item.name) for item in fields(Total)} if noted else None
 
 
@@ -186,7 +187,7 @@ class DatasetBook:
     """The sweep of each run that took over a reservation."""
 
     def check(self, record: Mapping[str, Any]) -> None:
-        kind = record.get("kind")
+        kind = record["kind"]
         if kind == "dataset":
             if self.terms is not None:
                 raise LedgerError("it has two records that begin a data set.")
@@ -203,10 +204,10 @@ class DatasetBook:
             _entry(record)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        if record.get("kind") == "dataset":
+        if record["kind"] == "dataset":
             self.terms = _terms(record)
             self.identity = str(record["id"])
-        elif record.get("kind") in ("reserve", "settle"):
+        elif record["kind"] in ("reserve", "settle"):
             name, entry = str(record["run_id"]), _entry(record)
             if record.get("takes") is not None:
                 place = self.entries.pop(str(record["takes"]), None)
@@ -252,16 +253,16 @@ def _terms(record: Mapping[str, Any]) -> dict[str, Any]:
 def _entry(record: Mapping[str, Any]) -> Entry:
     run_id = record.get("run_id")
     if not isinstance(run_id, str) or not run_id:
-        raise LedgerError(f"{record.get('kind')} record: run_id={run_id!r} is not a run's identity.")
+        raise LedgerError(f"{record['kind']} record: run_id={run_id!r} is not a run's identity.")
     try:
         charge = Charge.from_dict(record)
     except (KeyError, TypeError, AttributeError, ValueError, LedgerError) as error:
-        raise LedgerError(f"{record.get('kind')} record of run {run_id}: malformed releases ({error}).") from error
+        raise LedgerError(f"{record['kind']} record of run {run_id}: malformed releases ({error}).") from error
     sweep = record.get("sweep")
     return Entry(
         charge,
         str(record.get("run_head") or ""),
-        record.get("kind") == "settle",
+        record["kind"] == "settle",
         str(record.get("run")),
         None if sweep is None else str(sweep),
         record.get("delta"),

@@ -27,7 +27,7 @@ from lit_dpret.privacy.ledger.dataset_file import (
     compose_across_runs,
     composed,
 )
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, events_of, noise_keys
 
 SWEEP_EVENT = "trial_of"
 """The event in a run's ledger that names the sweep of which the run is a trial."""
@@ -39,7 +39,7 @@ def note_sweep(ledger: PrivacyLedger, sweep: Mapping[str, Any] | None) -> None:
     """Record once in a run's ledger of which sweep it is a trial."""
     before = sweep_of(ledger.records)
     # A run that has spent something outside a sweep is in no sweep's reservation.
-    begun = before is not None or any(record["kind"] == "intent" for record in ledger.records)
+    begun = before is not None or bool(noise_keys(ledger.records))
     if begun and (before or {}).get("id") != (sweep or {}).get("id"):
         ledger.close()
         raise ResumeError(
@@ -52,7 +52,7 @@ def note_sweep(ledger: PrivacyLedger, sweep: Mapping[str, Any] | None) -> None:
 
 def sweep_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return the sweep recorded in a run's ledger; None for a run outside a sweep."""
-    found = [r for r in records if r.get("kind") == "event" and r.get("name") == SWEEP_EVENT]
+    found = events_of(records, SWEEP_EVENT)
     return dict(found[0]["sweep"]) if found else None
 
 

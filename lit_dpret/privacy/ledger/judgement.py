@@ -39,8 +39,10 @@ from lit_dpret.privacy.ledger.run_ledger import (
     SECRET_CHANGED,
     attempts_with,
     charged_releases,
+    events_of,
     forthcoming_releases,
     noise_keys,
+    plans_of,
     realised_multiplier,
     recorded_start,
     with_earlier_releases,
@@ -92,10 +94,10 @@ class Verdict:
 
 def plan_of(records: Sequence[Record]) -> tuple[PrivacyPlan | None, dict[str, Any]]:
     """Return the plan in the ledger, and its last ``plan`` record."""
-    found = [dict(record) for record in records if record.get("kind") == "plan"]
+    found = [dict(record) for record in plans_of(records)]
     if not found:
         raise LedgerError("The ledger has no plan record: the claim of its releases is unknown.")
-    plans = [PrivacyPlan.from_dict(record["plan"]) if record.get("plan") else None for record in found]
+    plans = [PrivacyPlan.from_dict(record["plan"]) if record["plan"] else None for record in found]
     claims = {None if p is None else (p.budget.delta, p.budget.unit, p.budget.neighbours, p.budget.duplicates,
                                       p.budget.unit_by, p.accountant) for p in plans}  # fmt: skip
     # An attempt may change noise or length, but one epsilon has one meaning.
@@ -111,10 +113,10 @@ def derived_assumptions(records: Sequence[Record], plan: PrivacyPlan) -> list[As
 
 def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
     intents = set(noise_keys(records))
-    releases = [record for record in records if record.get("kind") == "release"]
+    releases = [record for record in records if record["kind"] == "release"]
     confirmed = {(record["attempt"], record["step"]) for record in releases}
     silent = len(intents - confirmed)
-    steps = max((int(record.get("steps") or 0) for record in records if record.get("kind") == "end"), default=0)
+    steps = max((int(record["steps"]) for record in records if record["kind"] == "end"), default=0)
     announced = len({step for _, step in intents})
     found = [
         Assumption(
@@ -161,8 +163,8 @@ def _added_up(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
 
 def _not_compared(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
     """Return the assumption that the data were the same before a change of the secret, which keys comparisons."""
-    changes = [place for place, r in enumerate(records) if r.get("kind") == "event" and r.get("name") == SECRET_CHANGED]
-    if not any(r.get("kind") == "intent" for place in changes[-1:] for r in records[:place]):
+    changes = [place for place, r in enumerate(records) if r["kind"] == "event" and r.get("name") == SECRET_CHANGED]
+    if not any(noise_keys(records[:place]) for place in changes[-1:]):
         return []
     unit = plan.budget.unit_name
     text = (
@@ -175,11 +177,10 @@ def _not_compared(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumpti
 
 def _ended_by_rows(records: Sequence[Record]) -> list[Assumption]:
     """Return the assumption that no private row ended the run: no release covers the fact or time of its end."""
-    ends = [(place, r["steps"]) for place, r in enumerate(records) if r.get("kind") == "end"
-            and r.get("reason") == FAILED]  # fmt: skip
+    ends = [(i, r["steps"]) for i, r in enumerate(records) if r["kind"] == "end" and r["reason"] == FAILED]
     if not ends:
         return []
-    went_on = any(r.get("kind") in (*NOISE_KINDS, "end") for r in records[ends[-1][0] + 1 :])
+    went_on = any(r["kind"] in (*NOISE_KINDS, "end") for r in records[ends[-1][0] + 1 :])
     where = ", ".join(f"after step {steps}" for _, steps in ends)
     if not went_on:
         text = (
@@ -336,11 +337,11 @@ class Judged:
 
         Then the cost planned for it together with other runs does not bound what they cost.
         """
-        recorded = [record for record in self.records if record.get("kind") == "plan"]
-        if not recorded or not recorded[0].get("plan"):
+        recorded = plans_of(self.records)
+        if not recorded or not recorded[0]["plan"]:
             return None
         first = PrivacyPlan.from_dict(recorded[0]["plan"])
-        steps = int(recorded[0].get("planned_steps") or first.steps)
+        steps = int(recorded[0]["planned_steps"])
         planned = {
             replace(release, count=1): release.count
             for release in forthcoming_releases([], first.release(), first=0, until=steps)
@@ -403,14 +404,14 @@ def promised_releases(records: Sequence[Record]) -> list[Release]:
         - The epsilon of the result is at most the larger of the budget and the epsilon of what was released.
     """
     charged, keys = charged_releases(records), noise_keys(records)
-    plan, last = plan_of(records) if keys and any(r.get("kind") == "plan" for r in records) else (None, {})
+    plan, last = plan_of(records) if keys and plans_of(records) else (None, {})
     if plan is None or any(isinstance(release, NonPrivateRelease) for release in charged):
         return charged
     # Steps of earlier attempts are charged already; the steps still planned belong to the last attempt.
     attempt = max(attempt for attempt, _ in keys)
     first = 1 + max(step for each, step in keys if each == attempt)
-    planned = int(last.get("planned_steps") or plan.steps)
-    intents = [record["release"] for record in records if record.get("kind") == "intent"]
+    planned = int(last["planned_steps"])
+    intents = [record["release"] for record in records if record["kind"] == "intent"]
     # As the last step was announced: a departure from the planned law continues in the steps not made.
     step = release_from_dict(intents[-1])
 
@@ -470,28 +471,27 @@ _WORDS_ARE_PUBLIC = (
 
 def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
     """Return the assumptions that a run's ledger refutes or leaves open, in this attempt or an earlier one."""
-    plans = [r for r in records if r["kind"] == "plan" and r.get("mode") not in _NO_CLAIM_OF_ITS_OWN]
+    written = plans_of(records)
+    plans = [plan for plan in written if plan["mode"] not in _NO_CLAIM_OF_ITS_OWN]
     found = []
     if any(plan.get("log_private_loss") for plan in plans):
-        logged = dict.fromkeys(r["logged"] for r in records if r.get("name") == PRIVATE_LOG_EVENT)
+        logged = dict.fromkeys(event["logged"] for event in events_of(records, PRIVATE_LOG_EVENT))
         names = f" ({', '.join(logged)})" if logged else ""
         found.append(
             f"No loss on private rows was shown: log_private_loss=true logged the training loss of every step{names}."
         )
     if any(plan.get("noise_seed") is not None for plan in plans):
         found.append("No one else can compute the noise: privacy.noise_seed keyed it with a published number.")
-    events = [record for record in records if record["kind"] == "event"]
-    shown = [event["release"]["label"] for event in events if event.get("name") == PRIVATE_EVENT]
+    shown = [event["release"]["label"] for event in events_of(records, PRIVATE_EVENT)]
     for label in dict.fromkeys(shown):
         found.append(
             f"No metric of private queries was shown: {label} were logged during training, {shown.count(label)} times."
         )
-    written = [record for record in records if record["kind"] == "plan"]
     trusted = dict.fromkeys(text for plan in written for text in plan.get("assumptions") or [])
     if any("words" in (plan.get("planted") or {}) for plan in written):
         trusted[_WORDS_ARE_PUBLIC] = None
-    unnamed = dict.fromkeys(e["unit"] for e in events if e.get("name") == UNITS_UNNAMED)
-    declared = {(e["data"], e["split"], e.get("of", "queries")) for e in events if e.get("name") == DECLARED_EVENT}
+    unnamed = dict.fromkeys(event["unit"] for event in events_of(records, UNITS_UNNAMED))
+    declared = {(e["data"], e["split"], e.get("of", "queries")) for e in events_of(records, DECLARED_EVENT)}
     return [
         *(Assumption(text, "refuted") for text in found),
         *(Assumption(text, "unverified") for text in trusted),
@@ -525,7 +525,7 @@ def owed_releases(records: Sequence[Mapping[str, Any]], *, as_made: bool = False
         - If only amplification by sampling is refuted, every unit is charged for every step.
     """
     charged = charged_releases(records) if as_made else promised_releases(records)
-    if not any(record.get("kind") == "plan" for record in records):
+    if not plans_of(records):
         return charged
     plan, _ = plan_of(records)
     if plan is None:

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import ResumeError, schema_problem
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.run_ledger import SECRET_CHANGED, Key, PrivacyLedger, counted_in, ledger_identity
+from lit_dpret.privacy.ledger.run_ledger import (
+    SECRET_CHANGED,
+    Key,
+    PrivacyLedger,
+    counted_in,
+    events_of,
+    ledger_identity,
+    plans_of,
+)
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import EVOLUTION, HISTOGRAM
 
@@ -144,7 +152,7 @@ class Position:
 def _is_of_no_step(records: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a ledger is that of a run with a claim that ended before its first release."""
     kinds = {record["kind"] for record in records}
-    planned = all(record.get("plan") is not None for record in records if record["kind"] == "plan")
+    planned = all(plan["plan"] is not None for plan in plans_of(records))
     return planned and kinds <= {"plan", "event", "end"} and bool(records) and records[-1]["kind"] == "end"
 
 
@@ -182,11 +190,7 @@ class PrivateRun:
         self.attempt = max(begun, default=0)
         # The step at which each later attempt began; an attempt that died before its first intent is recorded only
         # here.
-        self._begun = {
-            int(record.get("attempt", 0)): record.get("step")
-            for record in ledger.records
-            if record["kind"] == "event" and record.get("name") == "fresh_attempt"
-        }
+        self._begun = {event["attempt"]: event["step"] for event in events_of(ledger.records, "fresh_attempt")}
 
     @property
     def identity(self) -> str:
@@ -223,7 +227,7 @@ class PrivateRun:
             require_run(path)
         ledger = PrivacyLedger.open(path)
         try:
-            earlier = [record for record in ledger.records if record["kind"] == "plan"]
+            earlier = plans_of(ledger.records)
             # The id of the first attempt, forever: it is in every key, and other streams would draw other noise.
             run_id = earlier[0]["run_id"] if earlier else run_id or random_secrets.token_hex(8)
             stream = KeyedStream(secret, run_id, secure_rng=bool(described["secure_rng"]))
@@ -257,10 +261,11 @@ class PrivateRun:
     @property
     def data_fingerprint(self) -> str | None:
         """The keyed fingerprint of the training data when this attempt was planned."""
-        return next((r.get("data_fingerprint") for r in reversed(self.ledger.records) if r["kind"] == "plan"), None)
+        plans = plans_of(self.ledger.records)
+        return plans[-1]["data_fingerprint"] if plans else None
 
     def _compare_with(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        if before.get("plan") is not None:
+        if before["plan"] is not None:
             plan = dict(before["plan"])
             if plan["coupling"] is None and isinstance(now["plan"], dict):
                 plan[_BATCHING_KEY] = now["plan"].get(_BATCHING_KEY)
@@ -289,13 +294,13 @@ class PrivateRun:
                 "resume=true with another data set than the ledger's: the claim is about one data set. "
                 "Restore it, or start a new run in another hydra.run.dir."
             )
-        elif before.get("files_fingerprint", now["files_fingerprint"]) != now["files_fingerprint"]:
+        elif before["files_fingerprint"] != now["files_fingerprint"]:
             raise ResumeError(
                 "resume=true with another file of labels or negatives than the ledger's: its content depends on "
                 "private queries, and the claim is about one data set. Restore it, or start a new run in another "
                 "hydra.run.dir."
             )
-        elif self.intents and before.get("noise_stream") != now["noise_stream"]:
+        elif self.intents and before["noise_stream"] != now["noise_stream"]:
             # First the old noise and then the new noise under the same sum would be two releases for one charge.
             self.ledger.append(
                 "event",
@@ -331,7 +336,7 @@ class PrivateRun:
         if ahead:
             known = self.intents.get((self.attempt, step), {}).get("state_hash")
             # One failure is enough: a machine that rounds differently would fail at every further step.
-            failed = any(r["kind"] == "event" and r.get("name") == "replay_failed" for r in self.ledger.records)
+            failed = bool(events_of(self.ledger.records, "replay_failed"))
             if state is not None and known is not None and not failed and known == state():
                 return
         elif (self.attempt, step - 1) in self.intents:
@@ -363,7 +368,7 @@ def _by_key(ledger: PrivacyLedger, kind: str) -> dict[Key, dict[str, Any]]:
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Name the setting in which two records of a plan differ, with both values; None if they agree."""
-    settings = _SETTINGS | (_SETTINGS_OF_COUNTS if now.get("mode") in (EVOLUTION, HISTOGRAM) else {})
+    settings = _SETTINGS | (_SETTINGS_OF_COUNTS if now["mode"] in (EVOLUTION, HISTOGRAM) else {})
     for place, setting in settings.items():
         was, is_now = _at(before, place), _at(now, place)
         if was != is_now:

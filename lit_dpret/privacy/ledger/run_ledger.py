@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, ClassVar
 
 from lit_dpret.errors import ConfigurationError, LedgerError, schema_problem
@@ -54,6 +55,14 @@ FAILED = "failed"
 # A realised noise multiplier is a quotient of two floats; a difference of this size is rounding.
 FLOAT_SLACK = 1e-9
 
+#: What every record of a kind states, and as which type.
+_FACTS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "plan": {
+        "run_id": str, "nonce": str, "attempt": int, "mode": str, "planned_steps": int, "plan": (dict, NoneType),
+    },
+    "end": {"reason": str, "steps": int},
+}  # fmt: skip
+
 
 @dataclass
 class _Step:
@@ -87,9 +96,12 @@ class KeyBook:
 
     def check(self, record: Mapping[str, Any]) -> None:
         """Refuse a reused noise key, an unannounced release or replay, and a replay that differs."""
-        kind = record.get("kind")
+        kind = record["kind"]
         if kind == "plan" and (problem := schema_problem(record.get("schema"), SCHEMA)):
             raise LedgerError(problem)
+        for name, known in _FACTS.get(kind, {}).items():
+            if name not in record or not isinstance(record[name], known):
+                raise LedgerError(f"{kind} record: {name}={record.get(name)!r} is malformed or missing.")
         if kind == "intent":
             key = _key(record)
             if key in self.steps:
@@ -120,7 +132,7 @@ class KeyBook:
                     )
 
     def add(self, record: Mapping[str, Any]) -> None:
-        kind = record.get("kind")
+        kind = record["kind"]
         if kind == "intent":
             hashes = {name: record.get(name) for name in ("state_hash", "sum_tag")}
             self.steps[_key(record)] = _Step(_intended(record), {**hashes, "update_hash": None})
@@ -157,7 +169,17 @@ def read_keys(records: Iterable[Mapping[str, Any]]) -> KeyBook:
 
 def noise_keys(records: Iterable[Mapping[str, Any]]) -> list[Key]:
     """Return (attempt, step) of every intent, in order."""
-    return [_key(record) for record in records if record.get("kind") == "intent"]
+    return [_key(record) for record in records if record["kind"] == "intent"]
+
+
+def plans_of(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the ``plan`` records, in order: one for each time the run was begun or resumed."""
+    return [record for record in records if record["kind"] == "plan"]
+
+
+def events_of(records: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
+    """Return the events of this name, in order."""
+    return [record for record in records if record["kind"] == "event" and record.get("name") == name]
 
 
 def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
@@ -208,7 +230,7 @@ def forthcoming_releases(
 
 def recorded_start(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return the facts about the model that the run started from; None without a start."""
-    found = [r for r in records if r.get("kind") == "event" and r.get("name") == START_EVENT]
+    found = events_of(records, START_EVENT)
     return dict(found[0]["start"]) if found else None
 
 
@@ -245,9 +267,7 @@ def with_earlier_releases(records: Iterable[Mapping[str, Any]], own: Sequence[Re
 
 def attempts_with(event: str, records: Iterable[Mapping[str, Any]]) -> set[int]:
     """Return the attempts that contain ``event``."""
-    return {
-        int(record["attempt"]) for record in records if record.get("kind") == "event" and record.get("name") == event
-    }
+    return {int(record["attempt"]) for record in events_of(records, event)}
 
 
 def _epochs_touched(law: Shuffle, steps: Iterable[Key]) -> int:
@@ -258,7 +278,7 @@ def _key(record: Mapping[str, Any]) -> Key:
     key = (record.get("attempt"), record.get("step"))
     for name, value in zip(("attempt", "step"), key, strict=True):
         if not is_whole(value) or value < 0:
-            raise LedgerError(f"{record.get('kind')} record: {name}={value!r} is not an integer of at least 0.")
+            raise LedgerError(f"{record['kind']} record: {name}={value!r} is not an integer of at least 0.")
     return key  # type: ignore[return-value]
 
 
@@ -369,5 +389,5 @@ class PrivacyLedger(ChainedFile):
 def ledger_identity(records: Sequence[Mapping[str, Any]]) -> str:
     """Return the unique identity of a ledger; empty if it has no plan."""
     # A nonce, because runs with one published seed share their run id.
-    first = next((record for record in records if record["kind"] == "plan"), {})
-    return str(first.get("nonce") or first.get("run_id") or "")
+    plans = plans_of(records)
+    return str(plans[0]["nonce"]) if plans else ""

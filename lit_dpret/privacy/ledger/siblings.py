@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, events_of
 
 SIBLINGS_EVENT = "one_of_several"
 """The event in a run's ledger that records how many runs its command started."""
@@ -41,14 +41,14 @@ def siblings_now() -> Mapping[str, Any] | None:
 
 def note_siblings(ledger: PrivacyLedger, facts: Mapping[str, Any] | None) -> None:
     """Record in a run's ledger which runs its command started; once, unless a resume is from another command."""
-    known = [record["siblings"] for record in ledger.records if _is_of_siblings(record)]
+    known = [event["siblings"] for event in events_of(ledger.records, SIBLINGS_EVENT)]
     if facts is not None and dict(facts) not in known:
         ledger.append("event", name=SIBLINGS_EVENT, siblings=dict(facts))
 
 
 def siblings_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return what a run's ledger records of its sibling runs, by the command with the most of them; None without."""
-    found = [record["siblings"] for record in records if _is_of_siblings(record)]
+    found = [event["siblings"] for event in events_of(records, SIBLINGS_EVENT)]
     return dict(sorted(found, key=_size)[-1]) if found else None
 
 
@@ -59,10 +59,6 @@ def tells_of_all(records: Iterable[Mapping[str, Any]], facts: Mapping[str, Any])
     before, now = _size(known), _size(facts)
     cheaper = now[1] != float("inf") and before[1] < now[1] * (1 - 1e-9)
     return before[0] >= now[0] and not cheaper
-
-
-def _is_of_siblings(record: Mapping[str, Any]) -> bool:
-    return record.get("kind") == "event" and record.get("name") == SIBLINGS_EVENT
 
 
 def _size(facts: Mapping[str, Any]) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cards import rewrite_chain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +63,7 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A sound ledger of ten records."""
     path = tmp_path_factory.mktemp("sound") / "privacy_ledger.jsonl"
     with PrivacyLedger.open(path) as ledger:
-        ledger.append("plan", plan={"eps": 3.0}, attempt=0, run_id="a")
+        ledger.append("plan", plan={"eps": 3.0}, attempt=0, run_id="a", nonce="n", mode="dp_sgd", planned_steps=4)
         for step in range(4):
             take_step(ledger, step)
         ledger.append("end", reason="budget", steps=4)
@@ -450,6 +451,22 @@ def test_under_shuffling_every_epoch_touched_in_an_attempt_is_charged_whole(
 
 
 # --- noise keys -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("run_id", 3), ("nonce", None), ("attempt", "0"), ("mode", None), ("planned_steps", None), ("plan", []),
+     ("reason", None), ("steps", "4")],
+)  # fmt: skip
+def test_a_plan_or_end_without_what_all_of_them_state_is_refused(
+    name: str, value: object, path: Path, content: bytes
+) -> None:
+    for change in (lambda record: record.update({name: value}), lambda record: record.pop(name)):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        rewrite_chain(path, lambda record, change=change: change(record) if name in record else None)
+        with pytest.raises(LedgerError, match=name):
+            PrivacyLedger.read(path)
 
 
 def test_a_noise_key_is_never_used_twice(path: Path) -> None:
