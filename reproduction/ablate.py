@@ -30,11 +30,11 @@ from lit_dpret.privacy.budget import show_epsilon
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.trec_runs import EvaluationResult
 from lit_dpret.settings import require_whole
-from lit_dpret.synthesis.filters import ReleasedQueries, load_released
+from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.tasks.parts import Parts, say
-from lit_dpret.tasks.round_trip import KEPT, check_round_trip
+from lit_dpret.tasks.round_trip import KEPT, check_made
 from reproduction.recipe import (
     PSEUDO,
     GeneratorRecipe,
@@ -205,16 +205,13 @@ class Ablate(RetrievalStudy):
         return [name for name in asked if name in self.generators]
 
     def zero_shot(self) -> EvaluationResult:
-        return self.score(self._prepared(self._searched, "encoding passages and queries"))
+        model = self._make_retriever(NoPrivacy())
+        with ProgressLine("encoding passages and queries") as progress:
+            model.prepare(self._searched, progress=progress)
+        return self.score(model)
 
     def _make_retriever(self, privacy: Any, **settings: Any) -> Any:
         return self.retriever(privacy=privacy, cache_dir=self._run_dir / EMBEDDINGS, **settings)
-
-    def _prepared(self, data: PairsDataModule, label: str) -> Any:
-        model = self._make_retriever(NoPrivacy())
-        with ProgressLine(label) as progress:
-            model.prepare(data, progress=progress)
-        return model
 
     def score(self, model: Any) -> EvaluationResult:
         model.prepare_texts(dict(sorted(self.passages().items())), self._queries)  # from the cache after the first time
@@ -282,29 +279,25 @@ class Ablate(RetrievalStudy):
         )  # fmt: skip
 
     def _chosen(self, recipe: Recipe, made: Path, name: str) -> SyntheticDataModule:
-        keep, k = None, recipe.round_trip_filter or self.round_trip_filter
-        if k is not None:
-            stage = f"round_trip{k}-{name}"
-            self._stages.run(stage, partial(self._consistent, made, k))
-            keep = self._run_dir / stage / KEPT
-        return self._as_data(made, keep)
+        k = recipe.round_trip_filter or self.round_trip_filter
+        if k is None:
+            return self._as_data(made, None)
+
+        def work(folder: Path, resume: bool) -> dict[str, Any]:
+            model, data = self._make_retriever(NoPrivacy()), self._as_data(made, None)
+            found = check_made(model, data, folder, passages=self.passages(), k=k, seed=self._parts.seed)
+            return found | self._source(made)
+
+        self._stages.run(stage := f"round_trip{k}-{name}", work)
+        return self._as_data(made, self._run_dir / stage / KEPT)
 
     def _as_data(self, made: Path, keep: Path | None) -> SyntheticDataModule:
         card = not self._is_pseudo(made)
         return SyntheticDataModule(folder=made, evaluation=self._searched, keep=keep, require_privacy_card=card)
 
-    def _consistent(self, made: Path, k: int, stage: Path, resume: bool) -> dict[str, Any]:
-        data = self._as_data(made, None)
-        data.setup("fit")
-        model = self._prepared(data, "encoding synthetic queries")
-        return check_round_trip(model, self._released(made), stage, k=k, seed=self._parts.seed) | self._source(made)
-
     def _source(self, made: Path) -> dict[str, str]:
         """Return the training in this study that wrote the queries; empty if it was elsewhere, or there was none."""
         return made_by(made) if self._is_here(made) and not self._is_pseudo(made) else {}
-
-    def _released(self, made: Path) -> ReleasedQueries:
-        return replace(load_released(made, declared_public=self._is_pseudo(made)), passages=self.passages())
 
     def _is_here(self, made: Path) -> bool:
         return made.parent.parent == self._run_dir
@@ -320,7 +313,8 @@ class Ablate(RetrievalStudy):
         def work(folder: Path, resume: bool) -> dict[str, Any]:
             zero_shot = self._make_retriever(NoPrivacy())
             zero_shot.prepare(data)
-            released = of_those(self._released(made), None if data.keep is None else Path(data.keep))
+            whole = replace(load_released(made, declared_public=self._is_pseudo(made)), passages=self.passages())
+            released = of_those(whole, None if data.keep is None else Path(data.keep))
             labelled = teacher.label(released, folder, zero_shot=zero_shot, per_query=per_query, seed=self._parts.seed)
             return labelled | self._source(made)
 

@@ -35,7 +35,6 @@ from lit_dpret.report.table import RowResult, console_table, write_csv, write_js
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.retrieval.trec_runs import EvaluationResult
 from lit_dpret.settings import Settings, picked
-from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.encoder_privacy import PUBLIC, privacy_of_encoder, refuse_trained
@@ -44,7 +43,7 @@ from lit_dpret.tasks.multirun import planned_together, siblings_facts
 from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say, some_of
 from lit_dpret.tasks.pipeline_stages import set_batch, stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
-from lit_dpret.tasks.round_trip import KEPT, check_round_trip
+from lit_dpret.tasks.round_trip import KEPT, check_made
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
 
 
@@ -346,15 +345,9 @@ class Pipeline(Settings):
         """
 
         def work(stage: Path, resume: bool) -> dict[str, Any]:
-            data = self._made(folder, card=card)
-            data.setup("fit")
-            model = self._retriever(NoPrivacy())
-            with ProgressLine("encoding synthetic queries") as progress:
-                model.prepare(data, progress=progress)
-            released = load_released(folder, declared_public=not card)
-            released = replace(released, passages=self._searched.public_passages())
-            k = self.round_trip_filter or _ROUND_TRIP_K
-            found = check_round_trip(model, released, stage, k=k, seed=self._parts.seed)
+            model, data = self._retriever(NoPrivacy()), self._made(folder, card=card)
+            k, passages = self.round_trip_filter or _ROUND_TRIP_K, self._searched.public_passages()
+            found = check_made(model, data, stage, passages=passages, k=k, seed=self._parts.seed)
             if self.round_trip_filter is not None and not found["kept"]:
                 raise DataError(
                     f"task.round_trip_filter={k}: none of {found['queries']} synthetic queries finds its own passage "

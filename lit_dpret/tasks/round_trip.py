@@ -8,15 +8,18 @@ needs no private data. The control pairs the same queries with wrong passages, i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.datamodules import SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules import DualEncoder, FrozenDualEncoder
 from lit_dpret.retrieval.statistics import bootstrap_interval
-from lit_dpret.synthesis.filters import ReleasedQueries
+from lit_dpret.synthesis.filters import ReleasedQueries, load_released
 from lit_dpret.synthesis.filters.released import require_covered, require_released
 from lit_dpret.tasks.ranking import rank_embeddings
 
@@ -89,3 +92,17 @@ def check_round_trip(
         "queries": len(found),
         "kept": len(kept),
     }
+
+
+def check_made(
+    model: FrozenDualEncoder, data: SyntheticDataModule, folder: Path, *, passages: Mapping[str, str], k: int, seed: int
+) -> dict[str, Any]:
+    """Measure the round trip of a whole data set among ``passages``, as `check_round_trip`, encoding each text once.
+
+    Queries without a required card count as public.
+    """
+    data.setup("fit")
+    with ProgressLine("encoding synthetic queries") as progress:
+        model.prepare(data, progress=progress)
+    released = load_released(str(data.folder), declared_public=not data.require_privacy_card)
+    return check_round_trip(model, replace(released, passages=passages), folder, k=k, seed=seed)

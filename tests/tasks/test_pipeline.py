@@ -160,12 +160,12 @@ def test_queries_of_which_none_finds_its_passage_are_trained_on_by_a_resume_with
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the generator spent is not lost, and a finished stage's filter is not changed."""
-    check = pipelines.check_round_trip
+    check = pipelines.check_made
 
     def none_found(*args: Any, **settings: Any) -> dict[str, Any]:
         return check(*args, **settings) | {"kept": 0}
 
-    monkeypatch.setattr(pipelines, "check_round_trip", none_found)
+    monkeypatch.setattr(pipelines, "check_made", none_found)
     with pytest.raises(DataError, match=r"task\.round_trip_filter=1"):
         pipeline(round_trip_filter=1).run(parts(tmp_path))
     pipeline().run(parts(tmp_path, resume=True))
