@@ -118,6 +118,18 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture
+def bucket() -> Iterator[Any]:
+    """An empty remote file system, in this process."""
+    import fsspec  # few test files need it
+
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+    yield fs
+    fs.store.clear()
+
+
 @pytest.fixture(autouse=True)
 def own_state_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +42,6 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
         text = "".join("\t".join(line) + "\n" for line in [list(rows[0]), *(row.values() for row in rows)])
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return path
-
-
-@pytest.fixture
-def bucket() -> Iterator[MemoryFileSystem]:
-    """An empty remote file system, in this process."""
-    fs = fsspec.filesystem("memory")
-    fs.store.clear()
-    fs.pseudo_dirs[:] = [""]
-    yield fs
-    fs.store.clear()
 
 
 def module(cache: Path, **settings: Any) -> PairsDataModule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,6 @@ def embeddings(tmp_path: Path) -> Callable[..., Path]:
         return encode_folder(folder, TEXTS, tmp_path / name, Encoding(**how)).folder
 
     return make
-
-
-@pytest.fixture
-def bucket() -> Iterator[MemoryFileSystem]:
-    fs = fsspec.filesystem("memory")
-    fs.store.clear()
-    fs.pseudo_dirs[:] = [""]
-    yield fs
-    fs.store.clear()
 
 
 def export(tmp_path: Path, given: Path, **settings: Any) -> dict[str, float]:
