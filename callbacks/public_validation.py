@@ -30,7 +30,7 @@ from lit_dpret.callbacks.shared_files import refuse_shared_files
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.content import digest_of_row, is_number, rows_of_batch
-from lit_dpret.privacy.ledger.judgement import DECLARED_EVENT
+from lit_dpret.privacy.ledger.run_ledger import DECLARED_EVENT
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 from lit_dpret.settings import require_whole
 

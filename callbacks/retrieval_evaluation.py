@@ -25,7 +25,7 @@ from lit_dpret.cards.lineage import training_behind
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
-from lit_dpret.privacy.ledger.judgement import DECLARED_EVENT, PRIVATE_EVENT
+from lit_dpret.privacy.ledger.run_ledger import DECLARED_EVENT, PRIVATE_EVENT
 from lit_dpret.retrieval.metrics import Metric
 from lit_dpret.retrieval.search import lexicographic_rank, search
 from lit_dpret.retrieval.trec_runs import DEFAULT_METRICS, EvaluationResult, Ranking, check_qrels, evaluate

@@ -32,11 +32,15 @@ from lit_dpret.privacy.accounting.releases import (
 from lit_dpret.privacy.budget import NAMES, ROUNDING_SHARE, AccountantName
 from lit_dpret.privacy.ledger.dataset_file import noted_total
 from lit_dpret.privacy.ledger.run_ledger import (
+    DECLARED_EVENT,
     FAILED,
     FLOAT_SLACK,
     NOISE_KINDS,
+    PRIVATE_EVENT,
+    PRIVATE_LOG_EVENT,
     SAMPLING_DEPARTURE,
     SECRET_CHANGED,
+    UNITS_UNNAMED,
     attempts_with,
     charged_releases,
     events_of,
@@ -450,18 +454,6 @@ def epsilon_by(accountant: AccountantName, releases: Sequence[Release], plan: Pr
     return accounting.epsilon(releases, delta=budget.delta, neighbours=budget.neighbours, accountant=accountant)
 
 
-PRIVATE_EVENT = "private_evaluation"
-"""The event before metrics of private queries are released; it holds a ``NonPrivateRelease``."""
-
-PRIVATE_LOG_EVENT = "private_log"
-"""The event before a number that is not declared public is first logged, under ``log_private_loss``."""
-
-DECLARED_EVENT = "declared_evaluation"
-"""The event that records whose queries a run was evaluated on, as its settings declare."""
-
-UNITS_UNNAMED = "units_unnamed"
-"""The event that records that the training rows do not name the query, user or image they belong to."""
-
 _NO_CLAIM_OF_ITS_OWN = ("none", "synthetic")
 _WORDS_ARE_PUBLIC = (
     "The file of queries that the canaries took their words from is public, as declared: it was compared, word for "
@@ -482,7 +474,7 @@ def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
         )
     if any(plan.get("noise_seed") is not None for plan in plans):
         found.append("No one else can compute the noise: privacy.noise_seed keyed it with a published number.")
-    shown = [event["release"]["label"] for event in events_of(records, PRIVATE_EVENT)]
+    shown = [release_from_dict(event["release"]).label for event in events_of(records, PRIVATE_EVENT)]
     for label in dict.fromkeys(shown):
         found.append(
             f"No metric of private queries was shown: {label} were logged during training, {shown.count(label)} times."

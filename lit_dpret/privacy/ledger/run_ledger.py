@@ -49,18 +49,38 @@ SAMPLING_DEPARTURE = "sampling_departure"
 SECRET_CHANGED = "secret_changed"
 """The event of a resume under another secret, so that its data set cannot be compared with the earlier one."""
 
+PRIVATE_EVENT = "private_evaluation"
+"""The event before metrics of private queries are released; it holds a ``NonPrivateRelease``."""
+
+PRIVATE_LOG_EVENT = "private_log"
+"""The event before a number that is not declared public is first logged, under ``log_private_loss``."""
+
+DECLARED_EVENT = "declared_evaluation"
+"""The event that records whose queries a run was evaluated on, as its settings declare."""
+
+UNITS_UNNAMED = "units_unnamed"
+"""The event that records that the training rows do not name the query, user or image they belong to."""
+
 FAILED = "failed"
 """The reason for an end that may be caused by a private row: the same for every failure, so that it reveals no more."""
 
 # A realised noise multiplier is a quotient of two floats; a difference of this size is rounding.
 FLOAT_SLACK = 1e-9
 
-#: What every record of a kind states, and as which type.
+#: What every record of a kind states, or every event of a name, and as which type.
 _FACTS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "plan": {
         "run_id": str, "nonce": str, "attempt": int, "mode": str, "planned_steps": int, "plan": (dict, NoneType),
     },
     "end": {"reason": str, "steps": int},
+    WRONG_UNITS_SEEN: {"attempt": int},
+    SAMPLING_DEPARTURE: {"attempt": int},
+    "fresh_attempt": {"attempt": int, "step": int},
+    START_EVENT: {"start": dict},
+    NOT_COUNTED_EVENT: {"dataset_ledger": str},
+    PRIVATE_LOG_EVENT: {"logged": str},
+    DECLARED_EVENT: {"data": str, "split": str},
+    UNITS_UNNAMED: {"unit": str},
 }  # fmt: skip
 
 
@@ -99,9 +119,10 @@ class KeyBook:
         kind = record["kind"]
         if kind == "plan" and (problem := schema_problem(record.get("schema"), SCHEMA)):
             raise LedgerError(problem)
-        for name, known in _FACTS.get(kind, {}).items():
+        event = record.get("name") if kind == "event" else None
+        for name, known in _FACTS.get(event or kind, {}).items():
             if name not in record or not isinstance(record[name], known):
-                raise LedgerError(f"{kind} record: {name}={record.get(name)!r} is malformed or missing.")
+                raise LedgerError(f"{event or kind} record: {name}={record.get(name)!r} is malformed or missing.")
         if kind == "intent":
             key = _key(record)
             if key in self.steps:
@@ -109,7 +130,9 @@ class KeyBook:
                     f"attempt {key[0]}, step {key[1]} was announced twice: its noise key would be used twice, and "
                     "two updates with the same noise give the data away. Resume as a new attempt."
                 )
-            _intended(record)
+            _release(record)
+        elif event == PRIVATE_EVENT:
+            _release(record)
         elif kind in ("release", "replay"):
             step = self._announced(record)
             for name, value in step.hashes.items():
@@ -135,7 +158,7 @@ class KeyBook:
         kind = record["kind"]
         if kind == "intent":
             hashes = {name: record.get(name) for name in ("state_hash", "sum_tag")}
-            self.steps[_key(record)] = _Step(_intended(record), {**hashes, "update_hash": None})
+            self.steps[_key(record)] = _Step(_release(record), {**hashes, "update_hash": None})
         elif kind == "replay":
             self._announced(record).runs += 1
         elif kind == "release":
@@ -267,7 +290,7 @@ def with_earlier_releases(records: Iterable[Mapping[str, Any]], own: Sequence[Re
 
 def attempts_with(event: str, records: Iterable[Mapping[str, Any]]) -> set[int]:
     """Return the attempts that contain ``event``."""
-    return {int(record["attempt"]) for record in events_of(records, event)}
+    return {record["attempt"] for record in events_of(records, event)}
 
 
 def _epochs_touched(law: Shuffle, steps: Iterable[Key]) -> int:
@@ -282,11 +305,12 @@ def _key(record: Mapping[str, Any]) -> Key:
     return key  # type: ignore[return-value]
 
 
-def _intended(record: Mapping[str, Any]) -> Release:
+def _release(record: Mapping[str, Any]) -> Release:
     try:
         return release_from_dict(record["release"])
     except (KeyError, TypeError, AttributeError, ConfigurationError) as error:
-        raise LedgerError(f"intent record: release={record.get('release')!r} is not a release ({error}).") from error
+        what = record.get("name") or record["kind"]
+        raise LedgerError(f"{what} record: release={record.get('release')!r} is not a release ({error}).") from error
 
 
 def realised_multiplier(record: Mapping[str, Any]) -> float:

@@ -469,6 +469,21 @@ def test_a_plan_or_end_without_what_all_of_them_state_is_refused(
             PrivacyLedger.read(path)
 
 
+@pytest.mark.parametrize(
+    "event, name, value",
+    [("units_unknown", "attempt", None), ("sampling_departure", "attempt", "0"), ("fresh_attempt", "attempt", None),
+     ("init_from", "start", []), ("not_counted", "dataset_ledger", None), ("private_log", "logged", 1),
+     ("declared_evaluation", "data", None), ("units_unnamed", "unit", None), ("private_evaluation", "release", {})],
+)  # fmt: skip
+def test_an_event_without_what_the_claim_reads_of_it_is_refused(
+    event: str, name: str, value: object, path: Path
+) -> None:
+    with PrivacyLedger.open(path) as ledger:
+        for facts in ({}, {name: value}):
+            with pytest.raises(LedgerError, match=rf"{event} .*{name}"):
+                ledger.append("event", name=event, **facts)
+
+
 def test_a_noise_key_is_never_used_twice(path: Path) -> None:
     with PrivacyLedger.open(path) as ledger:
         take_step(ledger, 0)

@@ -14,9 +14,9 @@ from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger import chain
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.judgement import DECLARED_EVENT, PRIVATE_EVENT, leaks
+from lit_dpret.privacy.ledger.judgement import leaks
 from lit_dpret.privacy.ledger.private_run import Fingerprints, Position, PrivateRun
-from lit_dpret.privacy.ledger.run_ledger import Key, PrivacyLedger, read_keys
+from lit_dpret.privacy.ledger.run_ledger import DECLARED_EVENT, PRIVATE_EVENT, Key, PrivacyLedger, read_keys
 
 DESCRIBED = {
     "mode": "dp_sgd", "unit": "query", "neighbours": "zero_out", "plan": None, "law": {"kind": "poisson"},
