@@ -129,7 +129,7 @@ def test_fewer_digits_than_fp32_are_refused_where_something_is_trained_and_allow
 
 
 @pytest.mark.parametrize("norms", ["brute_force", "pair_ghost", "jacobian", "k_blocks"])
-def test_active_dropout_and_batch_norm_are_refused_by_name(norms: str) -> None:
+def test_active_dropout_is_refused_by_name(norms: str) -> None:
     random = nn.Sequential(nn.Linear(6, DIM), nn.Dropout(0.1))
     with pytest.raises(UnsupportedModelError, match=r"1 \(Dropout\) drops at random with p=0.1"):
         make_pair_norms(norms, random)  # type: ignore[arg-type]
@@ -137,9 +137,21 @@ def test_active_dropout_and_batch_norm_are_refused_by_name(norms: str) -> None:
     random.train()
     with pytest.raises(UnsupportedModelError, match="drops at random"):
         strategy.table(PairBatch(torch.ones(2, 6), torch.ones(2, 6), random, random, 2))
-    normalised = nn.Sequential(nn.Linear(6, DIM), nn.BatchNorm1d(DIM)).eval()
-    with pytest.raises(UnsupportedModelError, match=r"1 \(BatchNorm1d\)"):
-        make_pair_norms(norms, normalised)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("norms", ["brute_force", "pair_ghost", "jacobian", "k_blocks"])
+def test_batch_norm_is_refused_in_training_and_bounded_with_its_running_statistics(norms: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, DIM), nn.BatchNorm1d(DIM).requires_grad_(False)).double()
+    batch = PairBatch(torch.randn(3, 6).double(), torch.randn(3, 6).double(), module, module, 3)
+    with pytest.raises(UnsupportedModelError, match=r"1 is a BatchNorm1d"):
+        make_pair_norms(norms, module).table(batch)  # type: ignore[arg-type]
+    strategy = make_pair_norms(norms, module.eval())  # type: ignore[arg-type]
+    found, exact = strategy.table(batch), make_pair_norms("brute_force", module).table(batch)
+    if strategy.exact:
+        assert_equal(found, exact)
+    else:
+        assert (found >= exact * (1 - 1e-12)).all()
 
 
 #: How a layer embeds a row, before that is normalised, and why not.

@@ -131,15 +131,9 @@ def refuse_other_function(first: Tensor, again: Tensor) -> None:
 
 
 def refuse_randomness(module: nn.Module) -> None:
-    """Refuse causes of differing passes or coupled rows: active dropout, and BatchNorm in any mode."""
+    """Refuse active dropout, which differs between passes."""
     for name, layer in module.named_modules():
         of = f"{name or 'the module'} ({type(layer).__name__})"
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            raise UnsupportedModelError(
-                f"{of} normalises with statistics of other records, so a pair's gradient is not a function of its own "
-                "two records. Replace it with GroupNorm.",
-                trap="T11",
-            )
         rate = getattr(layer, "p", 0.0) if isinstance(layer, nn.modules.dropout._DropoutNd) else 0.0
         if isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)):
             rate = layer.dropout
