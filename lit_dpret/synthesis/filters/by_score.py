@@ -72,6 +72,10 @@ class QueryFilter(ABC):
     def settings(self) -> dict[str, Any]:
         """Return its settings for the card, as plain JSON values."""
 
+    def facts(self) -> dict[str, Any]:
+        """Return its name and settings, for the card."""
+        return {"filter": self.name, **self.settings()}
+
     def claim(self, released: ReleasedQueries) -> Path | None:
         """Return a folder whose card covers the kept queries; None if the queries' own card does.
 
@@ -135,7 +139,7 @@ class RoundTrip(QueryFilter):
 
     def settings(self) -> dict[str, Any]:
         told = "minus the rank of the query's own passage"
-        return {"filter": self.name, "encoder": shown(self.ranker.encoder), "k": self.k, "score": told}
+        return {"encoder": shown(self.ranker.encoder), "k": self.k, "score": told}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -208,10 +212,8 @@ class LanguageModelScore(_ByThreshold):
         return self._scored(released, load, self.model, progress)
 
     def settings(self) -> dict[str, Any]:
-        return {
-            "filter": self.name, "model": None if self.model is None else shown(self.model),
-            "keep_share": self.keep_share, "min_score": self.min_score,
-        }  # fmt: skip
+        model = None if self.model is None else shown(self.model)
+        return {"model": model, "keep_share": self.keep_share, "min_score": self.min_score}
 
 
 @dataclass(eq=False)
@@ -234,9 +236,7 @@ class CrossEncoderScore(_ByThreshold):
         return self._scored(released, load, self.model, progress)
 
     def settings(self) -> dict[str, Any]:
-        return {
-            "filter": self.name, "model": shown(self.model), "keep_share": self.keep_share, "min_score": self.min_score,
-        }  # fmt: skip
+        return {"model": shown(self.model), "keep_share": self.keep_share, "min_score": self.min_score}
 
 
 @dataclass(eq=False)
@@ -273,4 +273,4 @@ class BestOf(QueryFilter):
         return kept & (scores > -math.inf)
 
     def settings(self) -> dict[str, Any]:
-        return {"filter": self.name, "n": self.n, "by": self.by.settings()}
+        return {"n": self.n, "by": self.by.facts()}

@@ -89,7 +89,6 @@ class HistogramMatch(QueryFilter):
     def settings(self) -> dict[str, Any]:
         before, after = self.distances or (None, None)
         return {
-            "filter": self.name,
             "uses_private_data": False,  # but another release, which the claim of the selection is charged with
             "histogram": self.folder.resolve().name,
             "histogram_card_sha256": card_sha256(self.folder),

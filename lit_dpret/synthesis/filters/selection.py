@@ -74,7 +74,7 @@ def apply_filters(
         scores, kept = one.choose(left, progress and progress(one.name))
         if not kept.any():
             raise DataError(
-                f"None of {len(left)} queries passes the filter {one.name} ({_shown(one.settings())}): no training "
+                f"None of {len(left)} queries passes the filter {one.name} ({_shown(one.facts())}): no training "
                 "data would remain. Loosen the filter, or check the generator: its queries may not fit their passages."
             )
         shown = tuple(
@@ -83,7 +83,7 @@ def apply_filters(
         )
         done.append(
             Applied(
-                settings=one.settings(), asked=len(left), kept=int(kept.sum()), lowest_kept=float(scores[kept].min()),
+                settings=one.facts(), asked=len(left), kept=int(kept.sum()), lowest_kept=float(scores[kept].min()),
                 examples=(shown[0], shown[1]), trusts=trusted,
             )
         )  # fmt: skip

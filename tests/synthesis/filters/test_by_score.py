@@ -75,7 +75,7 @@ class Fixed(QueryFilter):
         return scores > 0
 
     def settings(self) -> dict[str, Any]:
-        return {"filter": self.name}
+        return {}
 
 
 class Always:
