@@ -16,14 +16,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.privacy.clipping.rules import WAYS_OUT
 
 #: How much a row's output may differ between the row alone and the batch, relative to it: the rounding of two kernels.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 LOW_PRECISION_TOLERANCE = 5e-2
-
-INSTEAD = (
-    "Freeze it with requires_grad_(False), or choose privacy.engine=loop, which is exact for every layer but slow."
-)
 
 
 class FunctionCall:
@@ -47,7 +44,7 @@ class FunctionCall:
         if strange or not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             what = f"a {type(strange[0]).__name__}, in which" if strange else "no tensor with a gradient, so"
             raise UnsupportedModelError(
-                f"{self.name} ({type(self.module).__name__}) returns {what} gradients cannot be followed. {INSTEAD}"
+                f"{self.name} ({type(self.module).__name__}) returns {what} gradients cannot be followed. {WAYS_OUT}"
             )
         self._outputs = [leaf.detach() if isinstance(leaf, Tensor) else None for leaf in leaves]
 
@@ -92,7 +89,7 @@ class FunctionCall:
             reason = " ".join(str(error).split())
             raise UnsupportedModelError(
                 f"{self.name} ({type(self.module).__name__}) cannot be run row by row under torch.func.vmap: "
-                f"{reason[:300]}. {INSTEAD}"
+                f"{reason[:300]}. {WAYS_OUT}"
             ) from error
         self._refuse_other_output(alone.detach(), output)
         gradients: dict[str, Tensor] = found
@@ -117,7 +114,7 @@ class FunctionCall:
             raise UnsupportedModelError(
                 f"{self.name} ({type(self.module).__name__}) gives another result for a row alone than in the batch: "
                 "it mixes rows (clipping cannot bound that), has inputs other than its arguments, or is not "
-                f"deterministic. {INSTEAD}"
+                f"deterministic. {WAYS_OUT}"
             )
 
     @contextmanager

@@ -372,7 +372,7 @@ class Comparison:
                     f"Parameter {name}: its recorded calls give another gradient than autograd. A hook or an unusual "
                     "forward pass changes it, or it is all rounding error, as when numbers of 1e4 or more saturate an "
                     "attention. Remove the hook, freeze the parameter, scale the numbers in the rows to about 1, or "
-                    "choose privacy.engine=loop.",
+                    "choose privacy.engine=loop (with privacy=logit_dp privacy.norms=brute_force).",
                     trap="T13",
                 )
             if norm:

@@ -74,7 +74,8 @@ PROMPTED = {"peft.peft_model.PeftModel"}
 ROW_BY_ROW_PROMPTS = {"PREFIX_TUNING", "CARTRIDGE"}
 
 WAYS_OUT = (
-    "Freeze it with requires_grad_(False), or choose privacy.engine=loop, which is exact for every layer but slow."
+    "Freeze it with requires_grad_(False), or choose privacy.engine=loop (with privacy=logit_dp "
+    "privacy.norms=brute_force), which is exact for every layer but slow."
 )
 
 
