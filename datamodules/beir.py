@@ -155,7 +155,7 @@ class BeirDataModule(PairsDataModule):
                 "to fetch it."
             )
         self.drop_queries_without_passage = True
-        self.folder = self.set.source if self.root is None else self.root
+        self.folder = self.set.source if self.root is None else beir_folder(self.root, self.set) or self.root
         super().__post_init__()
 
     @property

@@ -20,7 +20,7 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.pair_file import PairColumns
 from lit_dpret.datamodules.readers import Complain, RecordFile, as_id, refuse
 from lit_dpret.datamodules.shards import find_shards, is_url
-from lit_dpret.datamodules.splitting import division_of
+from lit_dpret.datamodules.splitting import divisions_of
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
 
@@ -44,7 +44,7 @@ def check_clean(log: str | Path, out: Path) -> RecordFile:
         )
     if out.suffix.lower() != file.format:
         raise ConfigurationError(f"{_KNOB}={out} must end in {file.format}, the format of {log}.")
-    if division_of(Path(log)):
+    if divisions_of(log):
         raise ConfigurationError(
             f"{_KNOB}={out}: {log} is a written split, and the note next to it states how it was divided. Leave lines "
             "out of the original log, and split that."

@@ -26,10 +26,10 @@ from lit_dpret.datamodules.readers import Complain, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES, Row, TextUnit
 from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.datamodules.shards import Shards, find_shards, open_records
-from lit_dpret.datamodules.splitting import division_of
+from lit_dpret.datamodules.splitting import divisions_of
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.files import OutputFolder
+from lit_dpret.files import OutputFolder, query_files
 from lit_dpret.privacy.budget import ALL_OF_ONE, EACH_ROW, PARTLY_NAMED, UNSAID, Duplicates
 from lit_dpret.settings import require_whole
 
@@ -235,10 +235,6 @@ class PairsDataModule(SampledDataModule):
             )
         return self._collection
 
-    @property
-    def _place(self) -> Path:
-        return Path(str(self.pairs or self.folder or self.queries))
-
     def measure(self, split: str) -> LeftOut:
         """Prepare to evaluate one split; return a record of what reading leaves out.
 
@@ -348,7 +344,7 @@ class PairsDataModule(SampledDataModule):
             found.append(
                 "Evaluation queries are public: which train queries stay depends on them (datamodule.drop_overlap)."
             )
-        if division_of(self._place).get("by") == "text":
+        if "text" in divisions_of(*query_files(self)):
             found.append(
                 "The data set is the train split as it was given. The log was divided by a hash of its texts, so which "
                 "records are in the train split, and how many, depends on private texts, and nothing covers that."

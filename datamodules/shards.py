@@ -3,7 +3,7 @@
 Shards are read in the order of their names, as one sequence of records, numbered as if they were one file; ids that are
 derived from a record's number, and so the fingerprint of the data, do not depend on how the records are divided.
 A remote file is copied once into a local cache, piece by piece, and read from there. It may be a private log, so only
-its owner can read the copy. A changed object has another key, and is copied again.
+its owner can read the copy. An object that has changed, or whose file system could not tell, is copied again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lit_dpret.datamodules.passage_store import default_cache
 from lit_dpret.datamodules.readers import FORMATS, Complain, RecordFile, Records, refuse
 from lit_dpret.datamodules.splitting import DIVISION_FILE
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, StorageError, first_line
-from lit_dpret.files import CARD_NAME, write_whole
+from lit_dpret.files import CARD_NAME, note_folders, write_whole
 from lit_dpret.progress import ProgressLine
 
 _PIECE = 2**22
@@ -200,14 +200,26 @@ def _listed(fs: Any, root: str, given: str, knob: str) -> list[Mapping[str, Any]
 
 
 def _refuse_notes(fs: Any, infos: Sequence[Mapping[str, Any]], given: str, knob: str) -> None:
-    folders = {PurePosixPath(info["name"]).parent for info in infos}
-    folders |= {folder.parent for folder in folders if folder.name in ("qrels", "pairs")}
+    local = "Copy the data to a folder on a local disk, with that file, and name the folder."
+    if "::" in given:
+        raise ConfigurationError(f"{knob}={given} is a file in another one, beside which a note may be. {local}")
+    # As text: a path would take a slash out of http://, whose names are whole URLs.
+    names = {info["name"].partition("?")[0] if "://" in info["name"] else info["name"] for info in infos}
+    folders = {folder for name in names for folder in note_folders(name.rpartition("/")[0])}
     for note in (f"{folder}/{name}" for folder in sorted(folders) for name in (CARD_NAME, DIVISION_FILE)):
-        if fs.isfile(note):
-            raise ConfigurationError(
-                f"{knob}={given}: {note} says what these data were derived from, and a card has to say it too. Read "
-                "them from a folder on a local disk, with that file, and name the folder."
-            )
+        try:
+            fs.cat_file(note)  # reads it, since fsspec's isfile returns False on any failure
+        except FileNotFoundError:
+            continue
+        except Exception as error:  # of any kind: access denied, a time-out
+            raise DataError(
+                f"{knob}={given}: {note} would say what these data were derived from, and whether it exists cannot be "
+                f"found out ({first_line(error)}). {local}",
+                kind="unreadable file",
+            ) from error
+        raise ConfigurationError(
+            f"{knob}={given}: {note} says what these data were derived from, and a card has to say it too. {local}"
+        )
 
 
 def _fetched(fs: Any, infos: Sequence[Mapping[str, Any]], names: Sequence[str], knob: str, cache: Path) -> list[Path]:
@@ -219,7 +231,7 @@ def _fetched(fs: Any, infos: Sequence[Mapping[str, Any]], names: Sequence[str], 
     missing = [
         (info, name, target)
         for info, name, target in zip(infos, names, targets, strict=True)
-        if not (target.is_file() and info["size"] in (None, target.stat().st_size))
+        if not (_is_dated(info) and target.is_file() and info["size"] in (None, target.stat().st_size))
     ]
     total, done, begun = sum(info["size"] or 0 for info, _, _ in missing), 0, time.monotonic()
 
@@ -254,6 +266,12 @@ def _fetched(fs: Any, infos: Sequence[Mapping[str, Any]], names: Sequence[str], 
             raise StorageError(f"{target.parent} cannot be written: {error.strerror}. {_ELSEWHERE}") from error
         write_whole(target, pieces(info["name"], name), owner_only=True, advice=_ELSEWHERE)
     return targets
+
+
+def _is_dated(info: Mapping[str, Any]) -> bool:
+    """Return whether a file system states a time or a tag of a file, which change with its content."""
+    signs = ("etag", "modif", "mtime", "write", "updated", "created", "md5", "generation", "blob")
+    return any(sign in key.lower() and value for key, value in info.items() for sign in signs)
 
 
 def _state(info: Mapping[str, Any]) -> dict[str, str]:

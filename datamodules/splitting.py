@@ -18,7 +18,7 @@ from lit_dpret.datamodules.collection import GIVEN_IDS, Collection
 from lit_dpret.datamodules.readers import parse_json_file
 from lit_dpret.datamodules.rows import SPLITS, stable_hash
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.files import new_folder
+from lit_dpret.files import new_folder, notes_near
 from lit_dpret.settings import is_number
 from lit_dpret.texts import normalise
 
@@ -80,16 +80,17 @@ def divides_by(collection: Collection, by: SplitBy) -> Literal["user", "text"]:
     return "user" if by == "user" or (by == "auto" and bool(collection.users)) else "text"
 
 
-def division_of(data: Path) -> dict[str, Any]:
-    """Return the note that `write_split` left in a data set, a folder or a file: ``by``; empty if there is none."""
-    note = (data if data.is_dir() else data.parent) / DIVISION_FILE
-    if not (data.exists() and note.is_file()):
-        return {}
-    found = parse_json_file(note)
-    if not isinstance(found, dict) or found.get("by") not in ("user", "text"):
-        raise DataError(
-            f"{note} was not written by task.write_split. Write the split again, or remove the file.", kind="bad note"
-        )
+def divisions_of(*data: str | Path) -> set[str]:
+    """Return the keys, ``user`` or ``text``, by which `write_split` divided these data sets, folders or files."""
+    found = set()
+    for note in {note for given in data for note in notes_near(given, DIVISION_FILE)}:
+        read = parse_json_file(note)
+        if not isinstance(read, dict) or read.get("by") not in ("user", "text"):
+            raise DataError(
+                f"{note} was not written by task.write_split. Write the split again, or remove the file.",
+                kind="bad note",
+            )
+        found.add(read["by"])
     return found
 
 

@@ -32,6 +32,38 @@ def meant(folder: str | Path, *names: str) -> str:
     return f" Did you mean {' or '.join(map(str, near))}?" if near else ""
 
 
+def query_files(data: object) -> list[str | Path]:
+    """Return the files, folders and URLs of queries and judgements that the settings of a DataModule name."""
+    qrels = getattr(data, "qrels", None)
+    named = [*qrels.values()] if isinstance(qrels, Mapping) else [qrels]
+    named += [getattr(data, name, None) for name in ("folder", "pairs", "queries")]
+    return [given for given in named if isinstance(given, (str, Path))]
+
+
+def note_folders(folder: str) -> list[str]:
+    """Return the folders in which notes on the data in ``folder`` are looked for, such as their privacy card.
+
+    They are the folder itself, and the one above it if the folder is part of a data set, by its name.
+
+    Example:
+        >>> note_folders("https://host/set/qrels"), note_folders("/data/logs")
+        (['https://host/set/qrels', 'https://host/set'], ['/data/logs'])
+    """
+    above, _, name = folder.rpartition("/")
+    return [folder, above] if above and name in ("qrels", "pairs", "queries", "corpus") else [folder]
+
+
+def notes_near(given: str | Path, name: str) -> list[Path]:
+    """Return the existing notes of this name on the data in a folder, or in a file, on a local disk.
+
+    They are looked for near the path, and near what it links to.
+    """
+    place = Path(given).expanduser()
+    near = [where if where.is_dir() else where.parent for where in (place.absolute(), place.resolve())]
+    places = dict.fromkeys(folder for where in near for folder in note_folders(str(where)))
+    return [note for folder in places if (note := Path(folder) / name).is_file()]
+
+
 def write_whole(
     path: Path, content: str | bytes | Iterable[bytes], *, owner_only: bool = False, advice: str = ""
 ) -> Path:

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from lit_dpret.cards.text import card_html, card_markdown
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, schema_problem
 from lit_dpret.files import CARD_NAME as CARD_NAME
-from lit_dpret.files import file_sha256, meant, write_whole
+from lit_dpret.files import file_sha256, meant, notes_near, query_files, write_whole
 from lit_dpret.privacy.budget import Neighbours, Unit
 from lit_dpret.privacy.ledger.chain import canonical_json
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
@@ -181,15 +181,7 @@ def card_of_data(data: Any, split: str = "train") -> Path | None:
         return card_of_data(other, split)
     if (own := getattr(data, "privacy_card_path", None)) is not None:
         return Path(own)
-    qrels = getattr(data, "qrels", None)
-    files = list(qrels.values()) if isinstance(qrels, Mapping) else [qrels]
-    files += [getattr(data, name, None) for name in ("folder", "pairs", "queries")]
-    for given in files:
-        if not isinstance(given, (str, Path)):
-            continue
-        if (card := card_beside(given)) is not None:
-            return card
-    return None
+    return next((card for given in query_files(data) if (card := card_beside(given)) is not None), None)
 
 
 def refuse_another_claim(data: Any, what: str = "a card of this run would state only another one") -> None:
@@ -205,14 +197,9 @@ def refuse_another_claim(data: Any, what: str = "a card of this run would state 
 
 def card_beside(given: str | Path) -> Path | None:
     """Return the privacy card of the data set in this folder, or next to this file."""
-    place = Path(given).expanduser()
-    near = place if place.is_dir() else place.parent
-    for folder in (near, near.parent) if near.name in ("qrels", "pairs") else (near,):
-        card = folder / CARD_NAME
-        # A run's own card, of weights, may be next to a log; it says nothing about the log.
-        if card.is_file() and read_card(card)["subject"]["artifact_type"] == "dataset":
-            return card
-    return None
+    # A run's own card, of weights, may be next to a log; it says nothing about the log.
+    cards = (card for card in notes_near(given, CARD_NAME) if read_card(card)["subject"]["artifact_type"] == "dataset")
+    return next(cards, None)
 
 
 def check_artefact(folder: Path, card: Mapping[str, Any]) -> None:

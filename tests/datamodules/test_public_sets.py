@@ -88,6 +88,7 @@ def test_the_registry_knows_the_protocol_of_every_set() -> None:
 def test_a_name_finds_its_folder_and_its_split_and_a_departure_from_the_protocol_is_warned_of(tmp_path: Path) -> None:
     write_set(tmp_path / "msmarco", splits=("train", "dev", "test"))
     data = BeirDataModule(name="MSMARCO", root=tmp_path)
+    assert data.folder == tmp_path / "msmarco", "beside which a card is looked for"
     queries, qrels = evaluated(data)
     assert list(qrels) == ["dev1", "dev2", "dev3"] == list(queries)
     assert data.evaluation_split == "dev" and not data.drops_self_matches

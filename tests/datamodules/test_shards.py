@@ -5,8 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import stat
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import fsspec
@@ -235,6 +240,74 @@ def test_files_whose_card_or_note_would_be_overlooked_are_refused(
     (tmp_path / "log" / note).unlink()
     (tmp_path / note).write_text("{}")  # beside a public corpus
     module(tmp_path, pairs=f"{tmp_path}/log/pairs/*.jsonl", corpus=f"{tmp_path}/corpus*.jsonl").read_collection()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    """A web server of ``tmp_path/web``, and the paths that it answers with 503."""
+    down: list[str] = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def send_head(self) -> Any:
+            if self.path in down:
+                return self.send_error(503)
+            return super().send_head()
+
+        def send_header(self, keyword: str, value: str) -> None:
+            if keyword != "Last-Modified":
+                super().send_header(keyword, value)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    (tmp_path / "web").mkdir()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path / "web"))) as http:
+        Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}", down
+        http.shutdown()
+
+
+@pytest.mark.parametrize("note", ["privacy_card.json", "division.json"])
+def test_a_card_or_note_on_a_web_server_is_not_overlooked(
+    note: str, tmp_path: Path, server: tuple[str, list[str]]
+) -> None:
+    web, down = server
+    written(tmp_path / "web" / "set" / "pairs" / "a.jsonl", PAIRS)
+    (tmp_path / "web" / "set" / note).write_text("{}")
+    for given in (f"{web}/set/pairs/a.jsonl", f"{web}/set/pairs/a.jsonl?token=a/b"):
+        with pytest.raises(ConfigurationError, match=rf"datamodule\.pairs=.*{note}"):
+            module(tmp_path, pairs=given).read_collection()
+    (tmp_path / "web" / "set" / note).unlink()
+    down.append(f"/set/{note}")
+    with pytest.raises(DataError, match=rf"datamodule\.pairs=.*{note}.*503"):
+        module(tmp_path, pairs=f"{web}/set/pairs/a.jsonl").read_collection()
+    down.clear()
+    assert len(module(tmp_path, pairs=f"{web}/set/pairs/a.jsonl").collection.queries) == len(PAIRS)
+
+
+def test_a_file_that_its_server_does_not_date_is_copied_each_time(
+    tmp_path: Path, server: tuple[str, list[str]]
+) -> None:
+    file = written(tmp_path / "web" / "log.jsonl", PAIRS)
+    for word in ("answer", "ANSWER"):
+        file.write_text(file.read_text().replace("answer", word))
+        (copy,) = find_shards(f"{server[0]}/log.jsonl", cache_dir=tmp_path).files
+        assert copy.read_bytes() == file.read_bytes()
+
+
+def test_a_note_that_cannot_be_looked_for_and_an_archive_are_refused(
+    tmp_path: Path, bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(self: Any, path: str, *_: Any, **__: Any) -> bytes:
+        raise PermissionError("Forbidden")
+
+    bucket.put(str(written(tmp_path / "log.jsonl", PAIRS)), "/b/log.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "cat_file", denied)
+        with pytest.raises(DataError, match=r"datamodule\.pairs=.*privacy_card\.json.*Forbidden"):
+            module(tmp_path, pairs="memory://b/log.jsonl").read_collection()
+    shutil.make_archive(str(tmp_path / "log"), "zip", tmp_path, "log.jsonl")
+    with pytest.raises(ConfigurationError, match=r"datamodule\.pairs=zip://"):
+        module(tmp_path, pairs=f"zip://log.jsonl::{tmp_path}/log.zip").read_collection()
 
 
 def test_a_missing_library_an_unknown_protocol_and_a_folder_of_parts_name_the_setting(

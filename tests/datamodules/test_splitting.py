@@ -179,6 +179,30 @@ def test_a_log_without_ids_does_not_get_other_units_by_being_split(tmp_path: Pat
         PairsDataModule(**write_split_settings(tmp_path / "0", public)).assumptions()
 
 
+def test_the_note_of_a_split_is_found_beside_each_part_that_is_read(tmp_path: Path) -> None:
+    split, elsewhere = tmp_path / "split", tmp_path / "elsewhere"
+    write_split(split_collection(LOG, fractions=SHARES, by="text"), split, public_passages=True)
+    elsewhere.mkdir()
+    shutil.copy(split / "queries.jsonl", elsewhere)
+    (elsewhere / "train.tsv").symlink_to(split / "qrels" / "train.tsv")
+    (split / "queries").mkdir()
+    shutil.copy(split / "queries.jsonl", split / "queries")
+    copied = str(elsewhere / "queries.jsonl")
+    cases: list[dict[str, Any]] = [
+        {"queries": copied, "qrels": {"train": str(split / "qrels" / "train.tsv")}},
+        {"queries": copied, "qrels": str(split / "qrels")},
+        {"queries": copied, "qrels": {"train": str(elsewhere / "train.tsv")}},
+        {"queries": str(split / "queries"), "qrels": {"train": str(elsewhere / "copy.tsv")}},
+    ]
+    shutil.copy(split / "qrels" / "train.tsv", elsewhere / "copy.tsv")
+    for case in cases:
+        assert PairsDataModule(corpus=str(split / "corpus.jsonl"), **case).assumptions(), case
+    apart = {"queries": copied, "qrels": {"train": str(elsewhere / "copy.tsv")}}
+    assert not PairsDataModule(corpus=str(split / "corpus.jsonl"), **apart).assumptions()
+    with pytest.raises(ConfigurationError, match=r"division\.json"):
+        PairsDataModule(corpus=str(split / "corpus.jsonl"), **apart | {"queries": f"{split}/queries/*"}).prepare_data()
+
+
 def write_split_settings(folder: Path, public: bool) -> dict[str, Any]:
     return {"folder": str(folder)} if public else {"pairs": str(folder / "pairs.jsonl")}
 

@@ -300,6 +300,7 @@ def test_a_card_is_found_beside_the_files_of_the_queries_alone(chain: Chain, tmp
     assert card_of_data(found(pairs=card.parent / "pairs.jsonl")) == card
     (card.parent / "pairs").mkdir()
     assert card_of_data(found(folder=card.parent / "pairs")) == card
+    assert card_of_data(found(queries=card.parent / "queries")) == card, "a folder of shards"
     assert card_of_data(found(pairs=other / "log.jsonl")) is None
     assert card_of_data(found(queries=card.parent / "queries.jsonl", qrels={"train": other / "t.tsv"})) == card
     assert card_of_data(found(queries=other / "q.jsonl", qrels=card.parent / "qrels")) == card
