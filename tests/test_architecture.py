@@ -139,6 +139,7 @@ def roots(path: Path) -> set[str]:
     return found | {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
 
 
+@pytest.mark.costly
 def test_only_the_command_line_knows_hydra() -> None:
     for path in ours():
         assert package_of(path) == "cli" or not roots(path) & {"hydra", "omegaconf"}, path
@@ -150,6 +151,7 @@ def test_the_command_line_starts_without_what_only_some_tasks_need() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "code",
     [

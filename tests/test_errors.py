@@ -41,6 +41,7 @@ def sentences() -> Iterator[tuple[str, str]]:
                         yield f"{file.name}:{node.lineno}", "".join(map(str, parts))
 
 
+@pytest.mark.costly
 def test_no_error_that_python_reaches_speaks_of_the_command_line() -> None:
     found = [(place, text) for place, text in sentences() if OF_THE_COMMAND_LINE.search(text)]
     assert len(found) > 100  # the command line is spoken to by the same sentences

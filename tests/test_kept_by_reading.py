@@ -148,6 +148,7 @@ class OneAfterAnother(InShards):
         raise LookupError(f"Row {row} is behind the reader.")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kept", [InShards, InOneBuffer, OneAfterAnother])
 def test_a_place_that_a_data_set_keeps_stays_that_of_what_it_read_there(kept: Any, tmp_path: Path) -> None:
     reading = kept()
@@ -354,6 +355,7 @@ def test_a_worker_that_runs_already_does_not_hide_that_it_shares_a_file(tmp_path
     assert all(moved)
 
 
+@pytest.mark.costly
 def test_open_files_of_the_process_are_left_at_their_place(tmp_path: Path) -> None:
     given = data(OpenedAtFirstUse(tmp_path / "rows", "own"), num_workers=2)
     with (tmp_path / "rows").open("rb", buffering=0) as mine, (tmp_path / "log").open("w+") as log:

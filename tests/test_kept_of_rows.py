@@ -344,6 +344,7 @@ class Helped(torch.optim.lr_scheduler.LRScheduler):
         return [self.helper(0) for _ in self.optimizer.param_groups]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["rules that count", "own schedule"])
 def test_a_schedule_that_is_stepped_on_trial_goes_on_as_before(kind: str, tmp_path: Path) -> None:
     class Counting(Classifier):

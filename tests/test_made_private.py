@@ -297,6 +297,7 @@ def test_a_checkpoint_is_loaded_by_the_class_of_the_module_and_by_a_resume(avera
         type(trainer.lightning_module).load_from_checkpoint(paths[6])
 
 
+@pytest.mark.costly
 def test_a_resume_without_its_checkpoint_is_refused_before_a_step_is_charged_again(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -390,6 +391,7 @@ def test_a_card_alone_gets_an_accountant_before_it(tmp_path: Path) -> None:
         PrivacyCard(tuning_data="dev")
 
 
+@pytest.mark.costly
 def test_callbacks_that_are_given_to_two_trainers_work_in_the_folder_of_each(tmp_path: Path) -> None:
     watching = [PrivacyAccountant(), PrivacyCard()]
     for name in ("one", "two"):

@@ -75,6 +75,7 @@ def test_what_is_written_before_the_first_batch_of_a_resume_is_refused_and_witho
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("average", [(), (WeightAveraging(),)], ids=["weights", "average"])
 def test_a_resume_without_such_a_hook_goes_on(average: Any, tmp_path: Path) -> None:
     kept = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=1, save_top_k=-1)
@@ -241,6 +242,7 @@ def test_a_memory_of_earlier_rows_that_the_loss_reads_is_refused_wherever_it_is_
     assert refusal.value.trap == "T11" and not (tmp_path / "model").exists()
 
 
+@pytest.mark.costly
 def test_what_the_code_of_a_loss_does_not_read_may_change_between_batches(tmp_path: Path) -> None:
     fit(tmp_path, made(), callbacks=[Remembers()])
     assert (tmp_path / "model" / "weights.pt").is_file()

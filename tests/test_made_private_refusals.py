@@ -347,6 +347,7 @@ def test_a_loss_that_couples_rows_is_refused_and_leaves_a_folder_that_is_said_to
         fit(tmp_path, made(), max_steps=1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_a_loss_without_a_value_on_rows_that_are_no_data_is_refused_before_the_ledger(
     factor: float, tmp_path: Path
@@ -417,6 +418,7 @@ class Attends(Classifier):
         return found
 
 
+@pytest.mark.costly
 def test_dropout_in_a_layer_whose_rows_are_run_alone_is_refused_before_the_ledger_opens(tmp_path: Path) -> None:
     for way_out, dropout, engine in (("none", 0.0, "vmap"), ("loop", 0.1, "loop")):
         fit(tmp_path / way_out, made(Attends(dropout), engine=engine), max_steps=1)

@@ -202,6 +202,7 @@ def test_a_run_may_ask_itself_and_its_copies_and_others_once_it_is_over(teacher:
         assert teacher(rows().tensors[0]).shape == (60, 3)  # nothing of a fit is left
 
 
+@pytest.mark.costly
 def test_a_teacher_may_be_asked_by_a_run_that_counts_it(teaching: tuple[nn.Module, Path], tmp_path: Path) -> None:
     teacher, folder = teaching
     student(tmp_path, PLACES["list"](teacher) | {"callbacks": [PrivacyAccountant(init_from=folder)]})

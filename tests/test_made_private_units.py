@@ -402,6 +402,7 @@ def test_a_scale_that_is_set_by_the_first_rows_is_refused_wherever_it_is_kept(tm
     fit(tmp_path / "public", made(collate_fn=Scaling(public=True)), max_steps=1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "change", [lambda x: torch.tensor(x.tolist()), lambda x: x / 2, lambda x: x + 0.01 * torch.randn(4)],
     ids=["made", "computed", "augmented"],

@@ -78,6 +78,7 @@ def test_the_wheel_is_typed_declares_command_and_licence_and_has_the_one_version
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.costly
 def test_the_image_copies_what_the_wheel_is_made_of_and_nothing_else(built: tuple[Path, Path], tmp_path: Path) -> None:
     file = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
     stage = file.split("FROM ")[1]

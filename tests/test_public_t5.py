@@ -65,6 +65,7 @@ def private_questions() -> list[str]:
         pytest.skip(f"needs InsuranceQA: pip install insuranceqa-data==1.0, or LIT_DPRET_DATA (looked in {DATA})")
 
 
+@pytest.mark.costly
 def test_the_public_warm_up_saw_no_question_of_the_private_set(private_questions: list[str]) -> None:
     assert len(private_questions) > 16_000
     assert overlap(private_questions, read_hashes(public_t5_path() / HASH_FILE)) == []

@@ -152,6 +152,7 @@ def test_a_killed_run_goes_on_to_the_same_average(averaged: Averaged, runs: Path
         assert torch.equal(of_file(folder / "model" / "weights.pt"), flat(averaged.module)), flat(again)
 
 
+@pytest.mark.costly
 def test_what_is_evaluated_is_the_average_and_training_goes_on_from_the_weights(tmp_path: Path) -> None:
     watch, seen = Watch(), []
 

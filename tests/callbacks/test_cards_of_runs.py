@@ -50,6 +50,7 @@ def says_n(text: str) -> bool:
     return re.search(rf"(?<![0-9a-z.]){N}(?![0-9a-z])", text) is not None
 
 
+@pytest.mark.costly
 def test_a_run_on_declared_constants_writes_the_number_of_queries_nowhere(tmp_path: Path, log: Path) -> None:
     folder = run(tmp_path, log, DECLARED, PRIVATE)
     records = PrivacyLedger.read(folder / "privacy_ledger.jsonl").records

@@ -163,6 +163,7 @@ def test_a_checkpoint_with_a_private_number_is_refused_and_not_written(
     assert not checkpoints(tmp_path)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", ["metadata", "attribute", "attribute of a weight", "extra state"])
 def test_saved_weights_with_a_private_number_beside_them_are_refused(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

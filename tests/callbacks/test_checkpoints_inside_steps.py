@@ -284,6 +284,7 @@ class History(Callback):
         return {"history": list(self.history)}
 
 
+@pytest.mark.costly
 def test_what_no_checkpoint_may_hold_is_refused_after_one_step(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"History\.history") as refused:
         own_modules.fit(tmp_path, own_modules.made(), callbacks=[History("on_train_batch_end")])

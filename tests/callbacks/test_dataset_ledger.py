@@ -79,6 +79,7 @@ class Watch(L.Callback):
         self.seen.extend(entries(self.folder)[-1:])
 
 
+@pytest.mark.costly
 def test_runs_reserve_all_steps_and_add_up_until_the_limit_refuses_one_before_anything_is_made(tmp_path: Path) -> None:
     for name in ("a", "b"):
         train(tmp_path / name, module(tmp_path), extra=[watch := Watch(tmp_path)])
@@ -94,6 +95,7 @@ def test_runs_reserve_all_steps_and_add_up_until_the_limit_refuses_one_before_an
     assert total(tmp_path).epsilon == pytest.approx(value, rel=1e-12)
 
 
+@pytest.mark.costly
 def test_a_run_that_ends_early_is_counted_as_planned_until_it_goes_on_to_its_end(tmp_path: Path) -> None:
     """When it ended may follow from what it had released, which nobody but its plan bounds."""
     stopped(tmp_path / "a", module(tmp_path), after=2)
@@ -153,6 +155,7 @@ def test_a_killed_run_stays_charged_with_all_it_reserved_until_it_resumes(tmp_pa
     assert list(tmp_path.glob("*.lock")) == []
 
 
+@pytest.mark.costly
 def test_steps_repeated_with_fresh_noise_are_reserved_too(tmp_path: Path) -> None:
     settings = {"eps": 8.0}
     stopped(tmp_path / "a", module(tmp_path, **settings), after=3)
@@ -239,6 +242,7 @@ def test_a_copied_run_folder_does_not_run_while_its_original_does(tmp_path: Path
     assert list(tmp_path.glob("*.lock")) == []
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("other", [None, "other.jsonl"], ids=["without", "another"])
 def test_a_run_does_not_leave_its_data_sets_ledger_on_resume(tmp_path: Path, other: str | None) -> None:
     stopped(tmp_path / "a", module(tmp_path), after=2)
@@ -372,6 +376,7 @@ def test_settings_that_limit_nothing_and_a_ledger_in_the_run_folder_are_refused(
         train(tmp_path / "a", module(tmp_path, **settings))
 
 
+@pytest.mark.costly
 def test_the_card_states_the_total_of_one_unit_when_the_run_ended(tmp_path: Path) -> None:
     train(tmp_path / "a", module(tmp_path))
     with pytest.raises(ConfigurationError, match=r"privacy\.unit=user"):

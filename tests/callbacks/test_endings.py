@@ -196,6 +196,7 @@ def test_an_end_that_a_private_row_may_have_caused_is_one_word_and_claims_nothin
     assert not verify_chain(folder).failed
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["person", "callback", "disk"])
 def test_an_end_for_another_reason_keeps_the_claim_of_all_planned_steps(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -249,6 +250,7 @@ def scheduled(folder: Path, **settings: Any) -> Scheduled:
     return module
 
 
+@pytest.mark.costly
 def test_a_schedule_that_fails_keeps_the_claim_and_a_corrected_one_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(ZeroDivisionError):

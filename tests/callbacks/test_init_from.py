@@ -231,6 +231,7 @@ def test_a_run_goes_on_from_a_start_that_was_moved_and_whose_card_tells_more(tmp
 SEARCH = {"tuning_data": "private", "tuning_method": "random_stopping", "tuning_mean_runs": 2.0}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("tuning", [{"tuning_data": "public"}, SEARCH])
 def test_how_the_settings_of_the_start_were_chosen_stays_open_in_what_is_trained_from_it_unless_on_public_data(
     tmp_path: Path, tuning: dict[str, Any]
@@ -325,6 +326,7 @@ def test_copies_of_a_start_that_went_on_by_themselves_are_counted_both(tmp_path:
     assert total == pytest.approx(epsilon(made, delta=1 / 400, neighbours="zero_out"), rel=1e-9)
 
 
+@pytest.mark.costly
 def test_the_knob_takes_the_place_of_the_models_own_start(tmp_path: Path) -> None:
     from hydra import compose, initialize_config_module
 

@@ -162,6 +162,7 @@ def check_that_no_noise_comes_again(drawn: list[tuple[Key, Tensor]]) -> None:
                 assert not torch.equal(noise, before), f"the noise of {earlier} came again as {key}"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.parametrize("replay", ["auto", "never"])
 def test_a_resumed_run_never_adds_old_noise_to_a_new_sum(
@@ -173,6 +174,7 @@ def test_a_resumed_run_never_adds_old_noise_to_a_new_sum(
     assert repeated == ({(0, 2)} if replay == "auto" else set()), "one step is repeated bit by bit, or none is"
 
 
+@pytest.mark.costly
 def test_a_resume_that_forgets_to_begin_a_new_attempt_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(PrivateRun, "resume_or_begin_attempt", lambda self, step, state: None)
     with pytest.raises(ResumeError, match="its noise must not be used again"):

@@ -238,6 +238,7 @@ def test_a_logger_that_may_stamp_times_is_told_when_the_run_is_over(tmp_path: Pa
     assert "log_metrics" not in vars(logger) and type(logger) is Stamped
 
 
+@pytest.mark.costly
 def test_how_often_lightning_logs_does_not_tell_how_many_batches_a_draw_needed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trainer = fit(

@@ -46,6 +46,7 @@ def copied_over(module: nn.Module) -> None:
         module.net[0].weight.mul_(1.5)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("changed", [trained_further, copied_over])
 def test_a_start_that_is_named_counts_nothing_that_came_after_it(
     changed: Callable[[nn.Module], None], tmp_path: Path

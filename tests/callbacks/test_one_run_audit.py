@@ -133,6 +133,7 @@ def test_a_fixed_batch_of_canaries_behind_a_claim_of_poisson_sampling_is_caught(
     assert card_of(tmp_path)["claim"]["epsilon"] <= 1.0
 
 
+@pytest.mark.costly
 def test_without_privacy_there_is_a_bound_and_no_claim_to_contradict(tmp_path: Path) -> None:
     audited(tmp_path, module=Memoriser(NoPrivacy()), steps=40)
     (found,) = card_of(tmp_path)["empirical"]["results"]
@@ -154,6 +155,7 @@ def test_model_ledger_and_card_are_whole_when_the_run_ends_with_an_error(noisele
     assert page.count("AN AUDIT CONTRADICTS THIS CLAIM") == 2  # the banner, and the statement
 
 
+@pytest.mark.costly
 def test_the_card_says_what_was_found_and_what_was_planted(short: Path) -> None:
     card = card_of(short)
     bound, curve = card["empirical"]["results"]

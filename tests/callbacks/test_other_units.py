@@ -129,6 +129,7 @@ def test_a_data_set_that_counts_rows_as_units_is_refused_where_a_query_or_a_user
     assert not granted(tmp_path / "run")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("row", "unit", "open_claims"),
     [
@@ -226,6 +227,7 @@ class Caches(Rows):
         return found, self.made.setdefault(draw.unit, first)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "dataset",
     [
@@ -257,6 +259,7 @@ def test_a_data_set_of_another_size_than_planned_is_refused(told: int, tmp_path:
     assert refused.value.trap == "T38"
 
 
+@pytest.mark.costly
 def test_units_are_counted_once_for_the_plan_and_the_draws(tmp_path: Path) -> None:
     """Fewer units at the second look were drawn more often than the plan said."""
 

@@ -72,6 +72,7 @@ class ForwardCompiled(Classifier):
     forward = torch.compile(Classifier.forward, backend="eager")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("what", ["forward", "loss", "part", "script"])
 def test_what_is_compiled_within_a_module_trains(
     what: str, tmp_path: Path, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
@@ -95,6 +96,7 @@ class Masked(DPSGD):
         return {"masked_share": self.share}
 
 
+@pytest.mark.costly
 def test_a_mode_of_ones_own_is_believed_by_the_card_and_its_fact_stands_there_and_is_verified(tmp_path: Path) -> None:
     mode = Masked(eps=3.0, max_grad_norm=1.0, noise_multiplier=CALIBRATED, secret_file=tmp_path / "secret")
     fit(tmp_path / "run", Regression(privacy=mode), extra=[PrivacyCard(run_dir=tmp_path / "run")])
@@ -203,6 +205,7 @@ def test_hyper_parameters_that_hold_data_are_refused(rows: Any, tmp_path: Path) 
     assert refused.value.trap == "T25"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("private", [True, False])
 def test_another_optimizer_on_resume_is_refused_by_its_setting(private: bool, tmp_path: Path) -> None:
     def module(**optimizer: Any) -> Regression:

@@ -86,6 +86,7 @@ def test_where_not_even_one_unit_fits_the_run_ends_before_there_is_a_ledger(tmp_
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
+@pytest.mark.costly
 def test_where_attempts_do_not_fail_doubling_stops_while_there_is_room() -> None:
     """Ten bytes a row beside a hundred; 60 free: 2 rows took 20, and 4 would take more than half of what is left."""
     made: list[int] = []
@@ -127,6 +128,7 @@ def test_a_private_number_of_units_does_not_bound_the_size_that_is_published(tmp
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.costly
 def test_a_checkpoint_of_full_batches_does_not_tell_a_private_number_of_units(tmp_path: Path) -> None:
     told = []
     for units in (20, 60):

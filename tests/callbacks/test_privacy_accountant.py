@@ -159,6 +159,7 @@ def test_a_run_that_goes_on_with_another_secret_warns_and_its_card_assumes_that_
     assert verify_card(read_card(folder), folder / "privacy_ledger.jsonl") == []
 
 
+@pytest.mark.costly
 def test_a_run_that_changed_its_secret_stays_in_its_new_attempt(tmp_path: Path) -> None:
     folder = killed_run(tmp_path, 3, noise_multiplier=2.0)
     (tmp_path / "secret").unlink()
@@ -176,6 +177,7 @@ class KillFirst(Callback):
         raise Killed
 
 
+@pytest.mark.costly
 def test_a_shuffled_epoch_is_paid_for_whole_once_and_again_by_a_fresh_attempt(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"noise_multiplier": None}
     folder = killed_run(tmp_path, 3, Numbers(sampling="shuffle"), **settings)
@@ -188,6 +190,7 @@ def test_a_shuffled_epoch_is_paid_for_whole_once_and_again_by_a_fresh_attempt(tm
     assert spent(folder) <= 3.0 and len(noise_keys(records(folder))) == 6
 
 
+@pytest.mark.costly
 def test_a_step_that_does_not_repeat_bit_by_bit_is_refused_and_then_charged(killed: Path, tmp_path: Path) -> None:
     disturbed = seeded(tmp_path)
     original = disturbed.per_row_loss
@@ -221,6 +224,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("module", "data", "trainer", "named"),
     [
@@ -290,6 +294,7 @@ def test_a_mode_that_says_that_it_adds_less_noise_is_charged_for_what_it_says(
     assert 3.0 < spent(tmp_path / "run") < float("inf")
 
 
+@pytest.mark.costly
 def test_a_sampler_built_for_another_law_raises_epsilon(tmp_path: Path) -> None:
     class Greedy(PrivacyAccountant):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -374,6 +379,7 @@ def test_a_private_number_under_such_a_name_is_refused(
     assert refused.value.trap == "T25"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle", "full_batch"])
 def test_every_law_runs_and_stays_in_budget(tmp_path: Path, sampling: str) -> None:
     module = seeded(tmp_path, noise_multiplier=4.0)
@@ -390,6 +396,7 @@ def test_an_empty_draw_takes_its_step_and_is_counted(tmp_path: Path) -> None:
     assert not torch.equal(weights(module), before)
 
 
+@pytest.mark.costly
 def test_no_privacy_has_infinite_epsilon_and_logs_its_loss(tmp_path: Path) -> None:
     L.seed_everything(0, verbose=False)
     runner = fit(tmp_path / "run", Regression(privacy=NoPrivacy(), dropout=0.0), steps=60)
@@ -406,6 +413,7 @@ def test_the_secret_reaches_no_file_of_the_run(tmp_path: Path) -> None:
             assert secret not in content and secret.hex().encode() not in content, path
 
 
+@pytest.mark.costly
 def test_a_copied_run_folder_never_adds_the_same_noise_to_two_sums(killed: Path, tmp_path: Path) -> None:
     shutil.copytree(killed, tmp_path / "copy")
     drawn: list[dict[tuple[Any, ...], torch.Tensor]] = []
@@ -433,6 +441,7 @@ def test_a_copied_run_folder_never_adds_the_same_noise_to_two_sums(killed: Path,
     assert not [key for key in shared if torch.equal(drawn[0][key], drawn[1][key])]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("sampling", ["poisson", "truncated_poisson"])
 def test_a_fresh_attempt_tosses_fresh_coins_and_goes_on_at_the_right_step(tmp_path: Path, sampling: str) -> None:
     data = Numbers(sampling=sampling)

@@ -165,6 +165,7 @@ def test_a_checkpoint_is_chosen_by_it_and_resumed_from(tmp_path: Path) -> None:
     assert card_in(tmp_path / "run")["mechanism"]["steps_done"] == 6
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "kept",
     [
@@ -181,6 +182,7 @@ def test_a_callback_that_goes_on_with_the_numbers_of_an_earlier_fit_is_refused(k
         fit(tmp_path / "two", made(Measured()), callbacks=[callback, validation()], max_steps=4)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("first", [True, False])
 def test_an_average_of_the_weights_is_what_is_measured(first: bool, tmp_path: Path) -> None:
     module, callback, average = Measured(), validation(every_n_steps=6), EMAWeightAveraging(decay=0.9)
@@ -298,6 +300,7 @@ SAID: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("loader", "settings", "said"), SAID.values(), ids=SAID)
 def test_the_card_says_what_is_declared_of_other_rows(
     loader: Any, settings: dict[str, Any], said: str, tmp_path: Path

@@ -119,6 +119,7 @@ def test_without_a_claim_nothing_has_to_be_declared(tmp_path: Path) -> None:
     assert list(logged(tmp_path, "val/ndcg@10")) == [6]
 
 
+@pytest.mark.costly
 def test_a_run_is_the_same_with_and_without_evaluation(tmp_path: Path) -> None:
     states = []
     for name, extra in (("with", [RetrievalEvaluation(data="public", every_n_steps=1)]), ("without", [])):
@@ -128,6 +129,7 @@ def test_a_run_is_the_same_with_and_without_evaluation(tmp_path: Path) -> None:
     assert torch.equal(*states)
 
 
+@pytest.mark.costly
 def test_a_checkpoint_may_be_chosen_by_a_public_metric_and_by_no_private_one(tmp_path: Path) -> None:
     def best(folder: Path) -> ModelCheckpoint:
         return ModelCheckpoint(dirpath=folder, monitor="val/mrr@10", mode="max", every_n_train_steps=2, filename="best")
@@ -275,6 +277,7 @@ def made(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.costly
 def test_synthetic_queries_are_held_against_their_card(tmp_path: Path, made: Path) -> None:
     callback = RetrievalEvaluation(data="synthetic", split="train", datamodule=Made(made), every_n_steps=6)
     run(tmp_path, callback)

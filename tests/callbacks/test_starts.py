@@ -246,6 +246,7 @@ def test_values_that_another_module_was_built_with_have_no_known_origin_in_this_
     assert "init_from" in str(refused(tmp_path, module))
 
 
+@pytest.mark.costly
 def test_a_copy_or_a_cast_of_a_module_as_it_was_built_goes_on(tmp_path: Path) -> None:
     begin(tmp_path / "copy", copy.deepcopy(private(tmp_path)))
     for kind in (torch.float64, torch.bfloat16):
@@ -343,6 +344,7 @@ def test_a_module_that_is_built_anew_is_not_refused_whatever_was_trained_before(
     begin(tmp_path, private(tmp_path))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("where", ["here", "in another process"])
 def test_what_a_checkpoint_has_as_it_was_built_is_nobodys(
     where: str, tmp_path: Path, another_process: Callable[[], None]

@@ -261,6 +261,7 @@ def test_a_frozen_encoder_of_the_run_that_is_named_as_the_start_is_counted(ready
     assert read_card(third)["claim"]["epsilon"] > read_card(first)["claim"]["epsilon"]
 
 
+@pytest.mark.costly
 def test_a_folder_that_is_declared_public_is_believed_whichever_run_wrote_it(
     tmp_path: Path, another_process: Callable[[], None]
 ) -> None:

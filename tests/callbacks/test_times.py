@@ -172,6 +172,7 @@ def _recording(kind: type[Any], seen: list[tuple[int, int | None]]) -> Any:
     return Recording()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
 @pytest.mark.parametrize("private", [True, False], ids=["add_or_remove", "zero_out"])
 def test_lightnings_bar_counts_logical_steps_and_no_physical_batches(
@@ -185,6 +186,7 @@ def test_lightnings_bar_counts_logical_steps_and_no_physical_batches(
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4), (1, 2), (2, 2)], "a rate of a quarter: four steps to a pass"
 
 
+@pytest.mark.costly
 def test_a_bar_goes_on_where_a_run_was_interrupted(tmp_path: Path) -> None:
     seen: list[tuple[int, int | None]] = []
     data: dict[str, Any] = {"sampling": "poisson", "expected_batch_size": 50, "sample_rate": 0.25}

@@ -109,6 +109,7 @@ def test_a_card_of_other_files_keeps_notes_alone_and_that_of_another_artefact_no
     assert with_notes(other, folder) == with_notes(other, folder / "nowhere") == other, "where no card can be read"
 
 
+@pytest.mark.costly
 def test_what_was_derived_before_finds_an_amended_card_and_not_one_that_was_edited_too(
     folder: Path, tmp_path: Path
 ) -> None:

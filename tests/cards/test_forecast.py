@@ -83,6 +83,7 @@ def test_every_level_is_the_group_epsilon_of_its_law_and_the_roomy_cap_keeps_nea
                 assert row["epsilon"] == pytest.approx(plain, rel=1e-3)
 
 
+@pytest.mark.costly
 def test_where_units_are_private_only_what_needs_no_number_of_them_is_told() -> None:
     private = replace(
         PLAN, law=Poisson(sample_rate=0.02), n_public=None, budget=replace(BUDGET, neighbours="add_or_remove")

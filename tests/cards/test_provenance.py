@@ -97,6 +97,7 @@ def counted(folder: Path, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.costly
 def test_what_was_counted_on_public_texts_stands_on_the_card(tmp_path: Path) -> None:
     run = tmp_path / "run"
     callbacks = [PrivacyAccountant(run_dir=run), PrivacyCard(run_dir=run, pretraining_overlap=counted(tmp_path))]
@@ -157,6 +158,7 @@ def protocol(folder: Path, text: str = "1000 canaries, one run, 95 %", name: str
     return path
 
 
+@pytest.mark.costly
 def test_a_run_registers_its_protocols_before_its_first_release_and_its_card_names_them(tmp_path: Path) -> None:
     path, folder = protocol(tmp_path), tmp_path / "run"
     module = Regression(privacy=dp(tmp_path, noise_multiplier=4.0))

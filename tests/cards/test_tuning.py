@@ -149,6 +149,7 @@ def test_a_card_of_one_of_several_seeds_states_what_a_choice_among_them_costs(de
     assert later["accounted"] is False and "epsilon = 61.00" in later["text"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("beyond", ["repeated", "less noise"])
 def test_a_run_that_spent_more_than_planned_does_not_state_what_was_planned_for_all(
     beyond: str, tmp_path: Path

@@ -82,6 +82,7 @@ def test_estimated_memory_is_within_its_factor(layers: int, width: int, rows: in
     assert 1 / FACTOR < told["bytes"] / real["bytes"] < FACTOR
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
 def test_a_measurement_is_of_the_planned_rows_and_lengths() -> None:
     module = generator()

@@ -28,6 +28,7 @@ def told(world: int = 8, strategy: str = "fsdp", device: str = "h100-80gb", **ch
     return predict(XL, **settings | changes)
 
 
+@pytest.mark.costly
 @pytest.mark.like(2)
 @pytest.mark.parametrize("name", ["ghost", "ghost_tf32", "ghost_bf16"])
 @pytest.mark.parametrize("width", [128, 512])  # gradients written out, and norms from pairs

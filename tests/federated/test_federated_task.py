@@ -109,6 +109,7 @@ def test_every_system_and_seed_is_run_once_told_beside_the_paper_and_a_later_sta
         more.run(parts(tmp_path, plan(stage1={**ONE, "lr": 1e-3}), resume=True))
 
 
+@pytest.mark.costly
 def test_a_run_that_was_interrupted_goes_on_and_makes_no_finished_round_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +173,7 @@ def maker(**changes: Any) -> AS2Maker:
     return AS2Maker(**{**MODEL, "planted": Planted(**TINY), **changes})
 
 
+@pytest.mark.costly
 def test_a_silo_that_trains_alone_is_a_federation_of_one(silos: dict[str, Path], tmp_path: Path) -> None:
     settings, make = alone(plan().settings(0)), maker()
     client = SiloClient(silos["client0"], tmp_path / "alone", settings, make)
@@ -196,6 +198,7 @@ def test_baselines_differ_in_their_negatives_alone(
     assert warm == (["in_batch", "bm25", "other_positives"] if negatives == "static" else expected)
 
 
+@pytest.mark.costly
 def test_central_training_sees_all_silos_and_is_measured_on_each_ones_own_collection(
     silos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +218,7 @@ def test_central_training_sees_all_silos_and_is_measured_on_each_ones_own_collec
         assert all(np.array_equal(found[client.name][metric], values) for metric, values in expected.items())
 
 
+@pytest.mark.costly
 def test_kept_optimizer_state_counts_on_over_rounds_and_stays_with_the_silo(
     silos: dict[str, Path], tmp_path: Path
 ) -> None:

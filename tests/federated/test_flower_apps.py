@@ -218,6 +218,7 @@ def test_a_round_has_one_answer_the_same_in_every_bit_also_for_another_run_of_fl
     assert all(path.stat().st_mode & 0o077 == 0 for path in (served, *served.iterdir()))
 
 
+@pytest.mark.costly
 def test_a_silo_that_was_ended_in_a_round_makes_it_again_for_the_same_weights_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +236,7 @@ def test_a_silo_that_was_ended_in_a_round_makes_it_again_for_the_same_weights_al
         assert torch.equal(value, whole[name])
 
 
+@pytest.mark.costly
 def test_requests_answers_and_measures_are_of_one_set_of_global_weights(tmp_path: Path) -> None:
     asking = Asking(tmp_path, SMALL)
     rows = {"rows.0": tensors_record({"rows": torch.ones(2, 16)})}
@@ -285,6 +287,7 @@ def test_a_run_whose_server_was_ended_between_request_and_epoch_goes_on_with_the
                 torch.testing.assert_close(kept[key], value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.costly
 def test_under_a_budget_centroids_are_released_once_whatever_weights_a_server_names(tmp_path: Path) -> None:
     asking = Asking(tmp_path, PRIVATE)
     declare_public(tmp_path)

@@ -77,6 +77,7 @@ def first_weights() -> dict[str, torch.Tensor]:
     return take_weights(module)
 
 
+@pytest.mark.costly
 def test_a_round_of_one_full_batch_of_sgd_weighted_by_examples_is_a_central_step(silos: Path, tmp_path: Path) -> None:
     start = first_weights()
     updates, counts = {}, {}
@@ -176,6 +177,7 @@ def test_under_a_budget_rounds_requests_and_stages_are_charged_to_each_silo_and_
         federation(tmp_path, settings, size=two)
 
 
+@pytest.mark.costly
 def test_centroids_of_a_private_collection_are_released_once_in_a_ledger_of_passages(tmp_path: Path) -> None:
     settings = replace(
         PRIVATE,

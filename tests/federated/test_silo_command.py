@@ -116,6 +116,7 @@ def test_a_check_prints_who_sees_what_and_what_is_spent_and_leaves_no_trace(
     assert {path: path.read_bytes() for path in settings.state.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.costly
 def test_a_broken_ledger_or_another_runs_state_is_found_before_the_silo_starts(tmp_path: Path) -> None:
     settings = silo(tmp_path, PRIVATE)
     client = settings.client()

@@ -94,6 +94,7 @@ def test_what_is_broken_off_stays_charged_as_reserved(tmp_path: Path) -> None:
     assert total is not None and total.running == 1
 
 
+@pytest.mark.costly
 def test_rounds_of_training_and_requests_are_charged_to_one_budget(tmp_path: Path) -> None:
     silo = ledger(tmp_path)
     for number in range(2):

@@ -321,6 +321,7 @@ def test_a_run_that_is_charged_with_less_than_it_released_is_refused(world: Path
             ledger.require_charged(wrong, "it")
 
 
+@pytest.mark.costly
 def test_a_set_under_another_guarantee_is_refused(world: Path) -> None:
     for change in ({"unit": "pair"}, {"neighbours": "replace_one"}):
         ((name, value),) = change.items()

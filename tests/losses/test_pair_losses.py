@@ -222,6 +222,7 @@ def test_softmax_declared_by_theorem_4_2_has_the_sensitivity_of_softmax() -> Non
     assert SOFTMAX.claim == "declared" and SOFTMAX.guaranteed
 
 
+@pytest.mark.costly
 def test_true_declarations_pass_and_are_told_how_tight_they_are() -> None:
     found = quick(SOFTMAX)
     assert found["add_or_remove", 3] == pytest.approx(1.0, abs=0.01)

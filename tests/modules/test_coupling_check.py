@@ -63,6 +63,7 @@ class QueueByACounter(CentredOncePerStep):
         self.kept: Any = SimpleNamespace(counted=-1, step=-1, made=torch.zeros(()), earlier=torch.zeros(()))
 
 
+@pytest.mark.costly
 def test_a_queue_of_earlier_rows_is_empty_in_every_batch(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = QueueByACounter(privacy=dp(tmp_path, noise_seed=SEED, noise_multiplier=4.0))
@@ -299,6 +300,7 @@ def test_an_honest_module_trains(module: type[Any], rows: str, tmp_path: Path) -
     train(tmp_path, module, data=Numbers(rows_per_unit=rows, physical_batch_size=4 if rows == "one" else 16))
 
 
+@pytest.mark.costly
 def test_what_is_looked_at_changes_no_weight_and_no_state(tmp_path: Path, monkeypatch: Patch) -> None:
     found = []
     for look in (CouplingCheck.look, lambda *_: None):
@@ -349,6 +351,7 @@ class EveryFourthStep(Plain):
         return found * rows["target"].mean() if self.trainer.global_step % 4 == 2 else found
 
 
+@pytest.mark.costly
 def test_a_coupling_with_a_rhythm_meets_a_batch_that_is_looked_at(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="other rows"):
         for seed in range(8):  # a run meets such a batch by its own coins; at places without a coin none of them would

@@ -370,6 +370,7 @@ def test_synthetic_queries_are_mined_for_and_their_rankings_are_public(tmp_path:
     assert len(source.mined) == len(module._negatives.of_rows.texts.queries) > 0  # type: ignore[union-attr]
 
 
+@pytest.mark.costly
 def test_without_coupling_a_logical_batch_may_be_cut(tmp_path: Path) -> None:
     module = dual(DPSGD(max_grad_norm=1.0, secret_file=tmp_path / "secret", **NOISE), negatives=[BM25Negatives()])
     data = data_module(tmp_path / "data", physical_batch_size=4)

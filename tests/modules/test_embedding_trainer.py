@@ -161,6 +161,7 @@ def test_an_embedding_that_depends_on_other_texts_of_the_batch_is_refused(mode: 
     assert raised.value.trap == "T11"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 def test_images_train_under_every_mode_and_the_card_says_which_promise_was_made(mode: str, tmp_path: Path) -> None:
     module = of_images(privacy=MODES[mode](unit="image") if mode == "logit_dp" else MODES[mode]())
@@ -404,6 +405,7 @@ def test_images_of_the_size_that_a_net_is_built_for_are_read(tmp_path: Path) -> 
         assert module.training and torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.costly
 def test_a_checkpoint_of_texts_is_exported_and_one_of_a_net_is_refused_for_its_reason(tmp_path: Path) -> None:
     save_sentence_transformer(tmp_path / "base", text_encoder())
     settings: dict[str, Any] = {"encoder": str(tmp_path / "base"), "max_query_length": 8, "max_passage_length": 10}

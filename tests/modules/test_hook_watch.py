@@ -193,6 +193,7 @@ class TimesThree(Callback):
                 parameter.grad.mul_(3)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("callback", [WritesWhileItSteps, TimesThree])
 @pytest.mark.parametrize("units", [2, 16], ids=["several parts", "one part"])
 def test_the_first_update_is_watched_however_many_batches_its_step_has(
@@ -337,6 +338,7 @@ class Normalises(Regression):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("module", "named"), [(Teacher, "teacher"), (Normalises, r"\.grad")])
 def test_what_is_made_of_released_values_alone_may_be_declared_and_is_refused_undeclared(
     module: Any, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

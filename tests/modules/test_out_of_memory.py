@@ -160,6 +160,7 @@ class _HasALongText(WholeNumbers):
         return loss * (1 - rows["long"])
 
 
+@pytest.mark.costly
 def test_a_unit_that_fits_nowhere_counts_as_zero_and_only_the_terminal_says_so(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -377,6 +378,7 @@ def test_a_run_goes_on_with_another_physical_batch_size_under_one_claim(
     assert max(module.sizes) == 3 and sorted(noise_keys(records(tmp_path / "run"))) == [(0, i) for i in range(STEPS)]
 
 
+@pytest.mark.costly
 def test_a_step_that_was_begun_with_another_cut_is_not_repeated_but_paid_again(tmp_path: Path) -> None:
     """Rounding may differ with the cut: the old noise on a sum that differs by rounding would be a second release."""
     accountant = PrivacyAccountant(run_dir=tmp_path / "run", eps_log_points=1)

@@ -147,6 +147,7 @@ class Stepwise(DualEncoder):
         return super().per_row_loss(rows) * self.width.mean() / (1 + rows["step"])
 
 
+@pytest.mark.costly
 def test_setup_may_build_what_the_loss_reads_and_collation_may_ask_for_the_step(tmp_path: Path) -> None:
     mode = PublicPassages(max_grad_norm=0.1, pool_size=6, secret_file=tmp_path / "secret", **NOISE)
     fit(tmp_path / "run", Stepwise(**settings(mode)), data_module(tmp_path / "data", **SAMPLING), steps=2)
@@ -160,6 +161,7 @@ KINDS: dict[str, Any] = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pickle_or_copy_of_a_trained_module_holds_no_query(kind: str, tmp_path: Path) -> None:
     def mode(of: Any) -> Any:

@@ -341,6 +341,7 @@ def test_noise_for_one_change_is_not_read_as_noise_for_a_larger_one(
     assert unknown is not None or told == {known}
 
 
+@pytest.mark.costly
 def test_task_plan_names_no_number_where_a_coupled_loss_has_another_sensitivity() -> None:
     facts = describe_plan(planned("shuffle", batch_clip(neighbours="replace_one", **NOISY)))
     told = {(row["sampling"], row["neighbours"]) for row in facts["epsilon_by"] if row["epsilon"] is not None}

@@ -353,6 +353,7 @@ def test_the_place_of_a_scattered_unit_follows_from_no_other_unit() -> None:
     assert float(((counts - expected) ** 2 / expected).sum()) < 15 + 6 * 30**0.5
 
 
+@pytest.mark.costly
 def test_units_are_scattered_where_their_number_is_private(tmp_path: Path) -> None:
     for neighbours, precision in (("add_or_remove", "bf16-mixed"), ("add_or_remove", "32-true"), ("zero_out", LOW[0])):
         module = Measures(privacy=private(tmp_path, neighbours=neighbours), optimizer=STILL)

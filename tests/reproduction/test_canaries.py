@@ -252,6 +252,7 @@ def test_a_model_that_knows_every_secret_contradicts_a_small_claim_and_its_card_
     assert (tmp_path / "audit" / "audit.html").is_file()
 
 
+@pytest.mark.costly
 def test_without_a_guarantee_there_are_no_ceilings_and_other_canaries_than_the_ledgers_are_refused(
     tmp_path: Path,
 ) -> None:

@@ -109,6 +109,7 @@ def test_what_the_privacy_mode_refuses_is_left_out_and_told(tmp_path: Path) -> N
     assert any("pre_batch is left out" in note for note in found["notes"])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("mode", "promise"), [("dp_sgd", NOT_PROVED), ("none", WITHOUT_PRIVACY), (None, UNKNOWN)])
 def test_the_row_of_the_untrained_encoder_promises_what_is_known_of_it(
     mode: str | None, promise: str, tmp_path: Path

@@ -110,6 +110,7 @@ def table(run: Path, name: str) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.costly
 def test_each_row_of_tables_3_and_4_is_one_training_under_its_own_budget(
     public: Path, tmp_path: Path, asked: list[Any]
 ) -> None:

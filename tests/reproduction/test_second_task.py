@@ -34,6 +34,7 @@ def train(net: nn.Module, **settings: Any) -> SecondTaskResult:
     return train_second_task(net, how=how, **data | settings)
 
 
+@pytest.mark.costly
 def test_it_learns_what_the_embeddings_hold() -> None:
     result = train(encoder(), epochs=15)
     assert result.scores.accuracy > 0.9 and result.losses[-1] < 0.5 * result.losses[0]
@@ -53,6 +54,7 @@ def test_a_seed_repeats_the_result_and_leaves_the_encoder_and_the_global_random_
     assert net.training and all(parameter.grad is None for parameter in net.parameters())
 
 
+@pytest.mark.costly
 def test_labels_that_do_not_fit_and_a_diverged_encoder_are_refused() -> None:
     for change in ({"classes": 2}, {"train": (split(60, seed=0)[0], torch.zeros(3).long())}):
         with pytest.raises(DataError, match="one label each"):

@@ -31,6 +31,7 @@ def teacher(tmp_path: Path) -> Path:
     return tmp_path / "teacher"
 
 
+@pytest.mark.costly
 def test_the_smaller_generator_has_fewer_layers_and_units_and_writes_queries(teacher: Path, tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
     folder = shrink(

@@ -231,6 +231,7 @@ def target_of(*settings: str) -> str:
 EXPERIMENTS = ["paper_002", "paper_002_full", "paper_004", "paper_004_full"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_item_of_a_paper_has_its_part_and_every_part_composes(experiment: str) -> None:
     cfg = composed(f"experiment={experiment}", "run_dir=run")

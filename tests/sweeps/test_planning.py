@@ -113,6 +113,7 @@ def on_release(folder: Path, name: str = "made") -> dict[str, Any]:
     }
 
 
+@pytest.mark.costly
 def test_trials_on_one_release_have_its_claim_once_and_a_choice_on_public_data_costs_nothing(tmp_path: Path) -> None:
     sweep = planned(tmp_path, metric_data="public", metric="loss", **on_release(tmp_path))
     for name in ("one", "two"):

@@ -134,6 +134,7 @@ def test_other_weights_in_a_runs_place_are_not_audited_and_its_cards_stay(tmp_pa
     assert (read_card(run), read_card(run / "model")) == before
 
 
+@pytest.mark.costly
 def test_a_candidate_is_judged_by_its_own_passage_among_those_of_the_others(tmp_path: Path) -> None:
     run = trained(tmp_path, NoPrivacy, suite=replace(SUITE, count=4), steps=2)
     towers, canaries = load_towers(run / "model"), read_canaries(run).canaries

@@ -157,6 +157,7 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("replay", ["auto", "never"])
 def test_a_resume_tells_the_cost_of_steps(
     replay: str, roomy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -168,6 +169,7 @@ def test_a_resume_tells_the_cost_of_steps(
     assert len(noise_keys(records(folder))) == (12 if replay == "never" else 6), "what was told is what was charged"
 
 
+@pytest.mark.costly
 def test_a_resume_tells_as_free_only_what_its_attempt_began(
     roomy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +219,7 @@ def files_of(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("lost", "refused"), [(None, False), ("privacy_card.json", False), ("model/model.safetensors", True)]
 )

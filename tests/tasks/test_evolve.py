@@ -334,6 +334,7 @@ def test_all_generations_are_reserved_in_the_ledger_of_the_data_set_before_the_f
     assert card["accounting"]["dataset_total"]["epsilon"] == pytest.approx(card["claim"]["epsilon"], rel=1e-6)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("mode", "task"),
     [

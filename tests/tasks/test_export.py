@@ -249,6 +249,7 @@ def test_scores_of_another_model_are_not_handed_on(bare_run: Path, tmp_path: Pat
     assert not (tmp_path / "none" / "model").exists()
 
 
+@pytest.mark.costly
 def test_a_hub_reads_what_is_known_and_the_claim_and_nothing_unstated(private_run: Path, tmp_path: Path) -> None:
     Export(checkpoint=private_run).run(no_parts(tmp_path / "bare"))
     known = ModelCard.load(tmp_path / "bare" / "model" / "README.md").data.to_dict()
@@ -522,6 +523,7 @@ def test_an_export_takes_nothing_of_an_earlier_one_with_it(name: str, made: Path
     assert [p.name for p in (tmp_path / name).iterdir()] == ["stale.jsonl"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("name", "size"), [("data", 1500), ("model", 12_000)])
 def test_a_full_disk_blocks_no_next_export(name: str, size: int, made: Path, private_run: Path, tmp_path: Path) -> None:
     task = Export(data=made) if name == "data" else Export(checkpoint=private_run)

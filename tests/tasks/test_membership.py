@@ -212,6 +212,7 @@ def test_a_slow_machine_has_fewer(make: Make, open_run: Path, tmp_path: Path, mo
     assert "There are 4 shadow models of task.shadows=8" in " ".join(found["caveats"])
 
 
+@pytest.mark.costly
 def test_a_time_too_short_for_four_shadow_models_has_none(make: Make, open_run: Path, tmp_path: Path) -> None:
     told = attack(open_run, shadows=4, minutes=1e-4).run(make(tmp_path / "attack", steps=30))
     found = report(tmp_path / "attack")

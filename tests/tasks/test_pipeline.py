@@ -49,6 +49,7 @@ def test_without_privacy_the_chain_is_a_bound_without_claim(tmp_path: Path, caps
     assert pipeline().planned_fits(parts(tmp_path / "planned", make_privacy=NoPrivacy)) == []
 
 
+@pytest.mark.costly
 def test_the_loggers_of_a_stage_write_beside_its_card_where_its_owner_alone_reads(tmp_path: Path) -> None:
     loggers = build_parts(composed("task=pipeline", "logger=csv", f"run_dir={tmp_path / 'run'}")).make_loggers
     pipeline(only=["synthetic"]).run(parts(tmp_path, make_privacy=NoPrivacy, make_loggers=loggers))

@@ -68,6 +68,7 @@ def test_a_missing_model_leaves_the_privacy_plan_whole(tmp_path: Path, capsys: p
         Plan(units=UNITS, plot=False, measure=True).run(parts(tmp_path, make_outline=refuse))
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
 def test_a_measurement_stands_beside_the_estimate_of_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = partial(L.Trainer, accelerator="cpu", max_steps=3, max_epochs=-1)

@@ -169,6 +169,7 @@ def test_a_file_of_queries_alone_has_no_bleu_and_says_why(made: Path, encoder: s
     assert not (tmp_path / "run" / "similarity.png").exists()
 
 
+@pytest.mark.costly
 def test_scores_of_private_queries_are_on_the_card_before_they_are_computed_and_stay_there(
     carded: Path, written: Path, tmp_path: Path
 ) -> None:

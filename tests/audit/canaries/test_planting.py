@@ -97,6 +97,7 @@ def test_a_canary_that_its_coin_left_out_is_a_unit_without_rows(tmp_path: Path) 
     assert data.n_units == all_in.n_units  # n, and what follows from it, does not tell how the coins fell
 
 
+@pytest.mark.costly
 def test_a_planted_unit_is_in_ledger_and_plan_and_one_copy_more_changes_the_sum_by_no_more_than_the_bound(
     tmp_path: Path,
 ) -> None:

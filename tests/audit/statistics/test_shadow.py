@@ -175,6 +175,7 @@ def test_shadow_attacks_find_members_that_the_loss_alone_does_not() -> None:
         shadow_scores(target, matrix, population=np.array([], dtype=int))
 
 
+@pytest.mark.costly
 def test_without_a_leak_no_attack_is_told_from_chance_more_often_than_its_confidence_allows() -> None:
     """100 targets without a leak: bounds of all attacks together may be wrong about one in twenty of them."""
     wrong = 0

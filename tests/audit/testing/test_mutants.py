@@ -248,6 +248,7 @@ def blank_units_count(patch: Patch) -> None:
     patch.setattr(base.ClippedSum, "stats", mutant)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("mutate", "words"),
     [

@@ -78,6 +78,7 @@ def test_a_law_that_samples_nothing_is_judged_as_what_it_is() -> None:
 # -- agreement with the libraries --------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("neighbours", ["zero_out", "replace_one"])
 def test_heterogeneous_composition_is_the_librarys_own(neighbours: Neighbours) -> None:
     releases = [
@@ -313,6 +314,7 @@ def increase(cap: int, noise: float, neighbours: Neighbours) -> float:
     return capped / plain - 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("neighbours", get_args(Neighbours))
 def test_one_step_below_the_chosen_cap_costs_more_than_half_a_per_cent(neighbours: Neighbours) -> None:
     noise = calibrate_noise(eps=0.7, delta=DELTA, neighbours=neighbours, law=Poisson(sample_rate=RATE), steps=STEPS)

@@ -41,6 +41,7 @@ def group(*releases: Release, units: int, delta: float = DELTA, neighbours: Neig
 # -- the libraries and brute force -------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("noise", "rate", "units"), [(1.5, 0.02, 2), (0.8, 0.3, 3), (5.0, 0.001, 40), (0.5, 0.9, 2)])
 def test_the_distribution_is_the_librarys_own(
     noise: float, rate: float, units: int, monkeypatch: pytest.MonkeyPatch

@@ -78,6 +78,7 @@ class Kernels(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("name", "most"), [("ghost", 2.2), ("ghost_tf32", 3.1), ("ghost_bf16", 3.4)])
 def test_a_private_batch_of_a_t5_starts_no_more_kernels_than_so_many_times_those_of_a_plain_one(
     name: str, most: float

@@ -134,6 +134,7 @@ def detected(edited: bytes, tmp_path: Path) -> bool:
     return False
 
 
+@pytest.mark.costly
 @settings(max_examples=400, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_change_of_a_byte_and_any_deletion_swap_or_insertion_of_lines_is_detected(

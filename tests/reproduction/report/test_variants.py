@@ -186,6 +186,7 @@ def test_confusion_matrices_are_averaged_over_runs_and_rounded_down(tmp_path: Pa
             figures.mean_confusions(runs)
 
 
+@pytest.mark.costly
 def test_a_report_holds_every_picture_and_table_with_its_caption(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     metrics = {"accuracy": 0.5, "best_recall": 0.4, "best_precision": 0.3, "best_f_beta": 0.2}

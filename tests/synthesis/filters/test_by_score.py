@@ -134,6 +134,7 @@ def test_each_filter_is_asked_only_about_what_passed_the_ones_before_it() -> Non
 # -- models that score -----------------------------------------------------------------------
 
 
+@pytest.mark.costly
 def test_the_generator_scores_its_own_queries_by_what_it_recorded(released: ReleasedQueries, source: Path) -> None:
     """A whole query's log probability is the mean over its tokens times their number, the end mark among them."""
     scores, _ = LanguageModelScore(model=source, keep_share=1.0, batch_size=5).choose(released)

@@ -82,6 +82,7 @@ def refused(whole: Path, labels: Path, *, keep: Path | None = None) -> list[str]
     return [str(error) for error in found if "model.negatives." in str(error) or "datamodule.keep" in str(error)]
 
 
+@pytest.mark.costly
 def test_labels_of_a_second_generators_queries_cannot_enter_under_the_claim_of_the_first(
     released: ReleasedQueries, whole: Path, cross_encoder_folder: Path, tmp_path: Path
 ) -> None:
