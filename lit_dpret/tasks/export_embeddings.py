@@ -166,7 +166,7 @@ class _Place:
         else:
             self._fs, self._root = importlib.import_module("fsspec").filesystem("file"), str(Path(out).absolute())
             self.notes, self._staging = Path(out), Path(out) / SHARDS
-        if self._fs.exists(f"{self._root}/{CARD_NAME}") and not self._fs.exists(f"{self._root}/{SHARDS}"):
+        if self._fs.exists(f"{self._root}/{CARD_NAME}") and not self.shards():
             raise ConfigurationError(f"task.out={out} holds another artefact with a privacy card. Name a new folder.")
         for folder in (self.notes, self._staging):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700 if owner_only else 0o777)

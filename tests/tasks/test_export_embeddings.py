@@ -178,3 +178,14 @@ def test_the_claim_of_the_encoder_travels_with_the_shards(
     check_artefact(tmp_path / "got", card)
     with pytest.raises(ConfigurationError, match=r"task\.out"):
         export(tmp_path, given, out=str(given))
+
+
+def test_no_other_export_comes_beside_a_card_whose_shards_are_gone(
+    embeddings: Callable[..., Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    export(tmp_path, embeddings("of a run", card=True), out=str(out))
+    for shard in (out / SHARDS).iterdir():
+        shard.unlink()
+    with pytest.raises(ConfigurationError, match=r"task\.out="):
+        export(tmp_path, embeddings("public"), out=str(out))
