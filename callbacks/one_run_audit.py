@@ -27,9 +27,9 @@ from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks.planning import ledger_of
 from lit_dpret.callbacks.privacy_card import PrivacyCard
 from lit_dpret.cards.amendments import AttackResult, add_evidence
+from lit_dpret.cards.audits import ALARM, AUDIT_EVENT, BOUND
 from lit_dpret.cards.claim import ClaimedCurve, claimed_curve, planned_curve
 from lit_dpret.cards.file import CARD_NAME, MODEL_FOLDER, read_card
-from lit_dpret.cards.text import ALARM, AUDIT_EVENT, BOUND
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
 from lit_dpret.privacy.budget import show_delta, show_epsilon
 from lit_dpret.privacy.ledger.judgement import plan_of

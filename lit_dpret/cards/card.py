@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.amendments import restated
+from lit_dpret.cards.audits import contradicted
 from lit_dpret.cards.check import verify_card
 from lit_dpret.cards.claim import NOTHING_CLAIMED, claim_facts, tuning_gaps, uncovered, without_numbers
 from lit_dpret.cards.file import (
@@ -35,7 +36,6 @@ from lit_dpret.cards.provenance import (
     start_parents,
 )
 from lit_dpret.cards.recomputed import decided_blocks, registered_facts
-from lit_dpret.cards.text import contradicted
 from lit_dpret.cards.tuning import tuning_facts, tuning_of_run, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import file_sha256

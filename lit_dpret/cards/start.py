@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.cards.audits import contradicted
 from lit_dpret.cards.check import verify_card
 from lit_dpret.cards.file import CARD_NAME, MODEL_FOLDER, card_above, card_sha256, described_files, read_card
 from lit_dpret.cards.lineage import Lineage
-from lit_dpret.cards.text import charges_every_unit, contradicted
+from lit_dpret.cards.text import charges_every_unit
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting import composition as accounting

@@ -19,6 +19,7 @@ import yaml
 import lit_dpret
 from lit_dpret.audit.statistics.evidence import NO_GUARANTEE
 from lit_dpret.cards.amendments import versions
+from lit_dpret.cards.audits import audit_problems
 from lit_dpret.cards.card import SIGNOFF, said
 from lit_dpret.cards.check import Place, Recheck, changed_files, recheck
 from lit_dpret.cards.claim import uncovered
@@ -36,7 +37,7 @@ from lit_dpret.cards.hub import claim_metadata
 from lit_dpret.cards.lineage import FoundCard, Lineage, link_problems, passed_on
 from lit_dpret.cards.provenance import CHANGED, code_commit, protocol_facts
 from lit_dpret.cards.signature import check_signature, public_key_fingerprint
-from lit_dpret.cards.text import audit_problems, card_html, card_markdown, privacy_line, statement
+from lit_dpret.cards.text import card_html, card_markdown, privacy_line, statement
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, first_line, in_words
 
 SCHEMA = "lit-dpret/verification/1"

@@ -31,9 +31,10 @@ from lit_dpret.audit.statistics.one_run import one_run_audit
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.amendments import AttackResult, add_evidence
+from lit_dpret.cards.audits import BOUND
 from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.file import MODEL_FOLDER, check_artefact
-from lit_dpret.cards.text import BOUND, privacy_line
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, UnsupportedAccountingError
 from lit_dpret.modules.generator_folder import is_generator, load_generator

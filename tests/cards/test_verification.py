@@ -15,12 +15,13 @@ from tiny_tasks import no_parts
 
 from lit_dpret.cards import verification
 from lit_dpret.cards.amendments import AttackResult, add_evidence, note_not_covered
+from lit_dpret.cards.audits import ALARM, AUDIT_EVENT, BOUND
 from lit_dpret.cards.card import build_card, inherit_card, read_card, subject_of, write_card
 from lit_dpret.cards.file import checksum
 from lit_dpret.cards.hub import claim_metadata, front_matter
 from lit_dpret.cards.lineage import copy_lineage
 from lit_dpret.cards.start import read_start
-from lit_dpret.cards.text import ALARM, AUDIT_EVENT, BOUND, WITHOUT_PRIVACY
+from lit_dpret.cards.text import WITHOUT_PRIVACY
 from lit_dpret.cards.verification import Verification, verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, VerificationError
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger

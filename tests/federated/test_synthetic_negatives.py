@@ -18,8 +18,8 @@ from tiny_silos import federation as federation_of
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.amendments import AttackResult, add_evidence
+from lit_dpret.cards.audits import ALARM, BOUND
 from lit_dpret.cards.file import read_card
-from lit_dpret.cards.text import ALARM, BOUND
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, silo_folders, write_silos
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, PrivateDataError, ResumeError

@@ -19,10 +19,10 @@ from tiny_generator import generator
 from tiny_tasks import parts, with_query, with_users, write_log
 
 from lit_dpret.cards.amendments import AttackResult, add_evidence
+from lit_dpret.cards.audits import BOUND
 from lit_dpret.cards.card import card_sha256, read_card, verify_card
 from lit_dpret.cards.file import checksum, write_card
 from lit_dpret.cards.provenance import plain_assumption
-from lit_dpret.cards.text import BOUND
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, PrivateDataError, ResumeError

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from lit_dpret.cards.amendments import names_before_evidence
+from lit_dpret.cards.audits import contradicted
 from lit_dpret.cards.card import CARD_NAME, card_sha256, read_card, verify_card
 from lit_dpret.cards.lineage import Lineage
-from lit_dpret.cards.text import charges_every_unit, contradicted
+from lit_dpret.cards.text import charges_every_unit
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, PrivateDataError
 from lit_dpret.privacy.accounting.releases import merge, release_from_dict
 from lit_dpret.privacy.histogram import ReleasedHistogram
