@@ -41,7 +41,7 @@ from lit_dpret.cards.tuning import (
 )
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.ledger.judgement import Assumption, leaks
+from lit_dpret.privacy.ledger.assumptions import Assumption, leaks
 from lit_dpret.settings import require_choice
 from lit_dpret.texts import train_queries
 

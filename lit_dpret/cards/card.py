@@ -40,9 +40,10 @@ from lit_dpret.cards.tuning import tuning_facts, tuning_of_run, with_earlier_tun
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import file_sha256
 from lit_dpret.privacy.budget import LARGE_DELTA, LARGE_EPSILON, USUAL_DELTA, show_delta, show_epsilon
+from lit_dpret.privacy.ledger.assumptions import Assumption, derived_assumptions
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.privacy.ledger.dataset_ledger import sweep_of
-from lit_dpret.privacy.ledger.judgement import Assumption, Judged, derived_assumptions, plan_of
+from lit_dpret.privacy.ledger.judgement import Judged, plan_of
 from lit_dpret.privacy.ledger.run_ledger import charged_releases
 from lit_dpret.privacy.ledger.siblings import siblings_of
 

@@ -22,7 +22,8 @@ from lit_dpret.cards.recomputed import decided_blocks, registered_facts
 from lit_dpret.cards.tuning import hides_earlier_tuning, possible_tuning, same_facts
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
 from lit_dpret.files import file_sha256
-from lit_dpret.privacy.ledger.judgement import Assumption, Judged, derived_assumptions, leaks, plan_of
+from lit_dpret.privacy.ledger.assumptions import Assumption, derived_assumptions, leaks
+from lit_dpret.privacy.ledger.judgement import Judged, plan_of
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, noise_keys, recorded_start
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.settings import is_number

@@ -21,16 +21,8 @@ from lit_dpret.privacy.accounting.composition import delta_at, epsilon_curve
 from lit_dpret.privacy.accounting.groups import epsilon_of_several, group_epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, TruncatedPoisson
 from lit_dpret.privacy.budget import AccountantName, Duplicates, Neighbours, Unit, show_epsilon
-from lit_dpret.privacy.ledger.judgement import (
-    Judged,
-    derived_assumptions,
-    every_unit_in_every_step,
-    judge,
-    more_before,
-    plan_of,
-    promised_releases,
-    units_before,
-)
+from lit_dpret.privacy.ledger.assumptions import derived_assumptions, more_before, units_before
+from lit_dpret.privacy.ledger.judgement import Judged, every_unit_in_every_step, judge, plan_of, promised_releases
 from lit_dpret.privacy.ledger.run_ledger import recorded_start
 from lit_dpret.privacy.plan import PrivacyPlan
 

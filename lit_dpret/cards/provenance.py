@@ -24,7 +24,8 @@ from lit_dpret.files import file_sha256
 from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import release_from_dict
 from lit_dpret.privacy.budget import show_delta, show_epsilon
-from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS, Assumption, Consequence, Judged, plan_of
+from lit_dpret.privacy.ledger.assumptions import RANDOM_WEIGHTS, Assumption, Consequence
+from lit_dpret.privacy.ledger.judgement import Judged, plan_of
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, noise_keys, plans_of, recorded_start
 from lit_dpret.privacy.plan import EVOLUTION, HISTOGRAM, PrivacyPlan
 from lit_dpret.texts import normalise

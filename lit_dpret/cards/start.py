@@ -21,15 +21,10 @@ from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, release_from_dict
+from lit_dpret.privacy.ledger.assumptions import units_before
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.judgement import (
-    claimed_releases,
-    every_unit_in_every_step,
-    plan_of,
-    promised_releases,
-    units_before,
-)
+from lit_dpret.privacy.ledger.judgement import claimed_releases, every_unit_in_every_step, plan_of, promised_releases
 from lit_dpret.privacy.ledger.run_ledger import (
     LEDGER_NAME,
     NOISE_KINDS,

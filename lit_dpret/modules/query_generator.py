@@ -45,7 +45,7 @@ from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.modules.virtual_tokens import PromptTuning, add_prompt, without_prompt
-from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS
+from lit_dpret.privacy.ledger.assumptions import RANDOM_WEIGHTS
 from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import Row

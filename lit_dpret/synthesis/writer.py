@@ -26,8 +26,8 @@ from lit_dpret.cards.start import model_folder
 from lit_dpret.distributed.ray_workers import device_named
 from lit_dpret.errors import ConfigurationError, DataError, StorageError
 from lit_dpret.modules.generator_folder import GeneratorModel, load_generator, read_contract, weights_hash
+from lit_dpret.privacy.ledger.assumptions import Assumption
 from lit_dpret.privacy.ledger.chain import left_behind
-from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.synthesis.dataset_folder import (
     DATA_FILES,

@@ -27,9 +27,9 @@ from lit_dpret.files import OutputFolder
 from lit_dpret.modules import QueryGenerator
 from lit_dpret.modules.generator_folder import GeneratorModel, load_generator
 from lit_dpret.privacy.histogram import HISTOGRAM_NAME, ReleasedHistogram, release_histogram, votes_plan
+from lit_dpret.privacy.ledger.assumptions import Assumption
 from lit_dpret.privacy.ledger.dataset_account import require_room, reserved
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.privacy.ledger.private_run import PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, plans_of
 from lit_dpret.privacy.ledger.trained import runs_behind

@@ -24,10 +24,10 @@ from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.batches import UnitOwners, row_keys
 from lit_dpret.privacy.budget import PrivacyBudget, show_delta, show_epsilon
 from lit_dpret.privacy.histogram import HISTOGRAM_NAME, ReleasedHistogram, histogram_plan, release_histogram
+from lit_dpret.privacy.ledger.assumptions import Assumption, leaks
 from lit_dpret.privacy.ledger.dataset_account import require_room, reserved
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.judgement import Assumption, leaks
 from lit_dpret.privacy.ledger.private_run import Fingerprints, PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import FAILED, LEDGER_NAME, PrivacyLedger, plans_of
 from lit_dpret.privacy.ledger.siblings import note_siblings, siblings_now

@@ -33,7 +33,7 @@ from lit_dpret.encoders.embedding_cache import Rows, content_hash, encode_to_fil
 from lit_dpret.encoders.remote import embedding_workers
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError, StorageError
 from lit_dpret.files import file_sha256, meant, read_json, settle_modes, write_whole
-from lit_dpret.privacy.ledger.judgement import Assumption
+from lit_dpret.privacy.ledger.assumptions import Assumption
 from lit_dpret.retrieval.backends import Faiss, search_with
 from lit_dpret.retrieval.rows import STORAGES, FileRows, Storage, TensorRows
 from lit_dpret.retrieval.search import lexicographic_rank, search

@@ -22,7 +22,7 @@ from lit_dpret.cards.file import checksum
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.text import statement
 from lit_dpret.cards.verification import Verification, verify_chain
-from lit_dpret.privacy.ledger.judgement import leaks
+from lit_dpret.privacy.ledger.assumptions import leaks
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.tasks import Fit
 

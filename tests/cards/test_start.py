@@ -26,7 +26,7 @@ from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FixedSize, GaussianRelease
-from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS, leaks
+from lit_dpret.privacy.ledger.assumptions import RANDOM_WEIGHTS, leaks
 from lit_dpret.privacy.ledger.run_ledger import FAILED, LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.ledger.siblings import note_siblings
 from lit_dpret.privacy.ledger.trained import NOTE_NAME, TRAINED_KEY

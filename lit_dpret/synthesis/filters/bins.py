@@ -20,7 +20,7 @@ from lit_dpret.cards.start import traces_of_training
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, in_words
 from lit_dpret.files import json_sha256
-from lit_dpret.privacy.ledger.judgement import Assumption
+from lit_dpret.privacy.ledger.assumptions import Assumption
 from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.filters.released import declared, shown
 

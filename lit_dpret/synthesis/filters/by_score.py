@@ -20,7 +20,7 @@ import numpy as np
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules.token_scores import TokenScorer
-from lit_dpret.privacy.ledger.judgement import Assumption
+from lit_dpret.privacy.ledger.assumptions import Assumption
 from lit_dpret.retrieval.trec_runs import Ranking
 from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder

@@ -23,7 +23,8 @@ from lit_dpret.cards.text import charges_every_unit
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, PrivateDataError
 from lit_dpret.privacy.accounting.releases import merge, release_from_dict
 from lit_dpret.privacy.histogram import ReleasedHistogram
-from lit_dpret.privacy.ledger.judgement import Assumption, every_unit_in_every_step
+from lit_dpret.privacy.ledger.assumptions import Assumption
+from lit_dpret.privacy.ledger.judgement import every_unit_in_every_step
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, recorded_start
 from lit_dpret.synthesis.filters.bins import Bins, bins_from_spec
 from lit_dpret.synthesis.filters.by_score import Progress, QueryFilter

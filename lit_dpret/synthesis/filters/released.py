@@ -20,7 +20,7 @@ from lit_dpret.datamodules.layouts import CorpusSettings, folder_parts, open_cor
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
 from lit_dpret.privacy.budget import show_epsilon
-from lit_dpret.privacy.ledger.judgement import Assumption
+from lit_dpret.privacy.ledger.assumptions import Assumption
 from lit_dpret.synthesis.dataset_folder import ReleasedQuery
 
 Provenance = Literal["card", "declared public"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from lit_dpret.cards.card import CardFacts, inherit_card, read_card, write_card
 from lit_dpret.errors import DataError, StorageError
-from lit_dpret.privacy.ledger.judgement import Assumption
+from lit_dpret.privacy.ledger.assumptions import Assumption
 from lit_dpret.synthesis.dataset_folder import (
     Counts,
     DataCard,

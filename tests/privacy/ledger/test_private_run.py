@@ -13,8 +13,8 @@ from lit_dpret.errors import ResumeError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger import chain
+from lit_dpret.privacy.ledger.assumptions import leaks
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.judgement import leaks
 from lit_dpret.privacy.ledger.private_run import Fingerprints, Position, PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import DECLARED_EVENT, PRIVATE_EVENT, Key, PrivacyLedger, read_keys
 
