@@ -49,9 +49,10 @@ from lit_dpret.callbacks.strategies import keep_the_sampler, note_sigterm_quietl
 from lit_dpret.callbacks.unseen_writes import UnseenWrites, UpdateCounter
 from lit_dpret.distributed.ranks import Ranks, is_of_lost_rank
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, UnsupportedModelError
-from lit_dpret.privacy.ledger.gate import ReleaseGate, SharedGate, undeclared_metric
+from lit_dpret.privacy.ledger.gate import ReleaseGate, undeclared_metric
 from lit_dpret.privacy.ledger.private_run import Position, PrivateRun, state_hash
 from lit_dpret.privacy.ledger.run_ledger import FAILED, PRIVATE_LOG_EVENT, UNITS_UNNAMED
+from lit_dpret.privacy.ledger.shared_gate import SharedGate
 from lit_dpret.privacy.ledger.trained import TrainedIn, extra_states, merged_values, values_of
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream

@@ -23,9 +23,9 @@ from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.privacy.ledger.dataset_account import DatasetAccount, require_room
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger, note_sweep
-from lit_dpret.privacy.ledger.gate import SharedGate
 from lit_dpret.privacy.ledger.private_run import Fingerprints, PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity, plans_of
+from lit_dpret.privacy.ledger.shared_gate import SharedGate
 from lit_dpret.privacy.ledger.siblings import note_siblings, siblings_now
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import load_secret, published_secret
