@@ -16,7 +16,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import Repeated, find_part, folder_parts
 from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.readers import Complain, ir_records, refuse
+from lit_dpret.datamodules.readers import ir_records
+from lit_dpret.datamodules.records import Complain, refuse
 from lit_dpret.errors import ConfigurationError, DataError
 
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.pair_file import PairColumns
-from lit_dpret.datamodules.readers import Complain, RecordFile, as_id, refuse
+from lit_dpret.datamodules.readers import RecordFile
+from lit_dpret.datamodules.records import Complain, as_id, refuse
 from lit_dpret.datamodules.shards import find_shards, is_url
 from lit_dpret.datamodules.splitting import divisions_of
 from lit_dpret.errors import ConfigurationError, DataError

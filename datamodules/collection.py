@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, Protocol
 
-from lit_dpret.datamodules.readers import NOT_UNICODE, as_id, is_unicode
+from lit_dpret.datamodules.records import NOT_UNICODE, as_id, is_unicode
 from lit_dpret.datamodules.rows import SPLITS
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.settings import is_whole

@@ -18,7 +18,8 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import open_corpus
 from lit_dpret.datamodules.pair_file import PairColumns, PairReader
 from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.readers import FORMATS, Complain, RecordFile, Records, refuse
+from lit_dpret.datamodules.readers import FORMATS, RecordFile
+from lit_dpret.datamodules.records import Complain, Records, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES, SPLITS, TextUnit
 from lit_dpret.errors import ConfigurationError, DataError, first_line, told
 from lit_dpret.lazy import optional

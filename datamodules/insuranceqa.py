@@ -15,7 +15,8 @@ from typing import Any
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.readers import Complain, parse_json_file, refuse
+from lit_dpret.datamodules.readers import parse_json_file
+from lit_dpret.datamodules.records import Complain, refuse
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.texts import collapse_whitespace
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lit_dpret.datamodules.collection import Collection, GivenIds
 from lit_dpret.datamodules.passage_store import build_store, cached_store, file_key
-from lit_dpret.datamodules.readers import Complain, Problems, Records, as_id, refuse
+from lit_dpret.datamodules.records import Complain, Problems, Records, as_id, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES, SPLITS
 from lit_dpret.datamodules.shards import Shards, find_shards, is_url, open_records
 from lit_dpret.errors import ConfigurationError, DataError

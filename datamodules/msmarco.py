@@ -15,7 +15,8 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import CorpusSettings, find_part, open_corpus, read_qrels, read_queries
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.passage_store import build_store, cached_store
-from lit_dpret.datamodules.readers import Complain, ir_records, refuse
+from lit_dpret.datamodules.readers import ir_records
+from lit_dpret.datamodules.records import Complain, refuse
 from lit_dpret.errors import ConfigurationError, DataError
 
 Dev = Literal["small", "full"]

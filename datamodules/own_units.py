@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from torch.utils.data import IterableDataset
 
-from lit_dpret.datamodules.readers import as_id
+from lit_dpret.datamodules.records import as_id
 from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError

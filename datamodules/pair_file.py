@@ -17,7 +17,7 @@ from typing import Any
 from lit_dpret.datamodules.collection import Collection, GivenIds
 from lit_dpret.datamodules.layouts import CorpusSettings, Passages, open_corpus, query_text, split_name
 from lit_dpret.datamodules.passage_store import PassageStore
-from lit_dpret.datamodules.readers import Complain, Records, as_id, refuse
+from lit_dpret.datamodules.records import Complain, Records, as_id, refuse
 from lit_dpret.datamodules.rows import stable_hash
 from lit_dpret.datamodules.shards import Shards, open_records
 from lit_dpret.errors import ConfigurationError, DataError

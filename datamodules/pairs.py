@@ -22,7 +22,7 @@ from lit_dpret.datamodules.layouts import (
 )
 from lit_dpret.datamodules.pair_file import PairColumns, read_pairs
 from lit_dpret.datamodules.passage_store import PassageStore
-from lit_dpret.datamodules.readers import Complain, refuse
+from lit_dpret.datamodules.records import Complain, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES, Row, TextUnit
 from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.datamodules.shards import Shards, find_shards, open_records

@@ -23,7 +23,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lit_dpret.datamodules.passage_store import default_cache
-from lit_dpret.datamodules.readers import FORMATS, Complain, RecordFile, Records, refuse
+from lit_dpret.datamodules.readers import FORMATS, RecordFile
+from lit_dpret.datamodules.records import Complain, Records, refuse
 from lit_dpret.datamodules.splitting import DIVISION_FILE
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, StorageError, first_line
 from lit_dpret.files import CARD_NAME, note_folders, write_whole

@@ -8,7 +8,7 @@ from typing import Any
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.readers import Complain, refuse
+from lit_dpret.datamodules.records import Complain, refuse
 from lit_dpret.datamodules.silo_folder import Silo, read_silo
 
 

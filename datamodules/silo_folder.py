@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, RecordFile, as_id, is_unicode, parse_json_file, refuse
+from lit_dpret.datamodules.readers import RecordFile, parse_json_file
+from lit_dpret.datamodules.records import NOT_UNICODE, Complain, as_id, is_unicode, refuse
 from lit_dpret.datamodules.rows import SPLITS
 from lit_dpret.errors import DataError, schema_problem
 from lit_dpret.files import file_sha256, new_folder

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import find_part
 from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, is_unicode, parse_json_file, refuse
+from lit_dpret.datamodules.readers import parse_json_file
+from lit_dpret.datamodules.records import NOT_UNICODE, Complain, is_unicode, refuse
 from lit_dpret.datamodules.rows import stable_hash
 from lit_dpret.errors import DataError
 from lit_dpret.texts import collapse_whitespace

@@ -15,7 +15,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import Passages, folder_parts, open_corpus, read_parts
 from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.readers import Complain, parse_json_file, refuse
+from lit_dpret.datamodules.readers import parse_json_file
+from lit_dpret.datamodules.records import Complain, refuse
 from lit_dpret.errors import ConfigurationError, DataError, schema_problem
 from lit_dpret.files import CARD_NAME, SUMMARY_NAME, SYNTHETIC_SCHEMA, file_sha256
 from lit_dpret.privacy.budget import SamplingName

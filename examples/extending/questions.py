@@ -8,7 +8,8 @@ from typing import Any
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.readers import Complain, RecordFile, refuse
+from lit_dpret.datamodules.records import Complain, refuse
+from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import DataError
 
 

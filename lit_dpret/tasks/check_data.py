@@ -16,7 +16,8 @@ from lit_dpret.datamodules import survey
 from lit_dpret.datamodules.cleaning import check_clean, refused_records, write_clean
 from lit_dpret.datamodules.collection import Collection, TextData
 from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.readers import Problems, RecordFile
+from lit_dpret.datamodules.readers import RecordFile
+from lit_dpret.datamodules.records import Problems
 from lit_dpret.datamodules.splitting import SplitBy, checked_fractions, divides_by, split_collection, write_split
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import OutputFile, OutputFolder, write_whole

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Annotated, Any
 
 from lit_dpret.datamodules import InsuranceQADataModule
-from lit_dpret.datamodules.readers import Problems
+from lit_dpret.datamodules.records import Problems
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, UnplannedError
 from lit_dpret.privacy.ledger.run_ledger import STAGES_NAME
 from lit_dpret.settings import Least

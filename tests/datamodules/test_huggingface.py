@@ -13,7 +13,7 @@ import pytest
 
 from lit_dpret import errors
 from lit_dpret.datamodules import HuggingFaceDataModule
-from lit_dpret.datamodules.readers import Problems
+from lit_dpret.datamodules.records import Problems
 from lit_dpret.datamodules.rows import TextUnit
 from lit_dpret.errors import ConfigurationError, DataError
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from lit_dpret.datamodules import HuggingFaceDataModule, PairsDataModule, layouts, passage_store
 from lit_dpret.datamodules.layouts import CorpusSettings, open_corpus
 from lit_dpret.datamodules.passage_store import PassageStore, build_store, default_cache, file_key
-from lit_dpret.datamodules.readers import Problems
+from lit_dpret.datamodules.records import Problems
 from lit_dpret.errors import ConfigurationError, DataError, StorageError
 
 PASSAGES = {f"p{i}": f"Passage {i}: größer\t{'x' * (i % 7)}\n" for i in range(500)} | {"": "", "10": "ten"}

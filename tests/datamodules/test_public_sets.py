@@ -21,7 +21,7 @@ import pytest
 from lit_dpret.datamodules import BeirDataModule, InsuranceQADataModule, MSMarcoDataModule, SquadDataModule
 from lit_dpret.datamodules.beir import BEIR_SETS, beir_set
 from lit_dpret.datamodules.passage_store import PassageStore
-from lit_dpret.datamodules.readers import Problems
+from lit_dpret.datamodules.records import Problems
 from lit_dpret.errors import ConfigurationError, DataError
 
 Write = Callable[..., Path]

@@ -24,7 +24,8 @@ from lit_dpret.datamodules.layouts import (
     read_queries,
 )
 from lit_dpret.datamodules.pair_file import PairReader, read_pairs
-from lit_dpret.datamodules.readers import Problems, RecordFile
+from lit_dpret.datamodules.readers import RecordFile
+from lit_dpret.datamodules.records import Problems
 from lit_dpret.datamodules.silo_folder import read_silo, write_silos
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset
 from lit_dpret.errors import ConfigurationError, DataError

@@ -22,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lit_dpret.datamodules import PairsDataModule, shards
 from lit_dpret.datamodules.cleaning import check_clean
-from lit_dpret.datamodules.readers import Problems
+from lit_dpret.datamodules.records import Problems
 from lit_dpret.datamodules.shards import find_shards, open_records
 from lit_dpret.errors import ConfigurationError, DataError, StorageError
 

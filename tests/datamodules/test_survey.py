@@ -20,7 +20,7 @@ from lit_dpret.datamodules.cleaning import check_clean, refused_records, write_c
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.identity import content_sha256, data_facts
 from lit_dpret.datamodules.pair_file import PairColumns, read_pairs
-from lit_dpret.datamodules.readers import Problems
+from lit_dpret.datamodules.records import Problems
 from lit_dpret.datamodules.survey import (
     count_invisible,
     count_splits,
