@@ -199,6 +199,13 @@ class HuggingFaceDataModule(PairsDataModule):
             for split, paths in files.items()
         }
 
+    def query_files(self) -> list[Path]:
+        """Return the files on the local disk; none for data from the hub."""
+        if not self.is_local:
+            return []
+        files = _local_files(Path(self.path), self.splits, named=not self._pair_columns.split)
+        return [file.absolute() for paths in files.values() for file in paths]
+
     def _hub_rows(self, complain: Complain) -> dict[str, list[Records]]:
         if not _HUB_NAME.fullmatch(str(self.path)):
             raise DataError(f"{self.path} does not exist; check datamodule.path.", kind="missing file")

@@ -72,6 +72,8 @@ class MSMarcoDataModule(PairsDataModule):
         return dev if self.only_evaluation else {"train": "train", **dev}
 
     def _sources(self) -> dict[str, Any]:
+        if self.download:
+            return {}
         root = Path(str(self.folder))
         if not root.is_dir():
             raise DataError(f"{root} does not exist or is not a folder; check datamodule.folder.", kind="missing file")
@@ -95,11 +97,7 @@ class MSMarcoDataModule(PairsDataModule):
 
     def file_columns(self) -> dict[str, tuple[str, ...]]:
         """Return the fixed columns of the files, which have no headers."""
-        return (
-            {}
-            if self.download
-            else {part: _QRELS_COLUMNS if part.startswith("qrels") else _TEXT_COLUMNS for part in self._sources()}
-        )
+        return {part: _QRELS_COLUMNS if part.startswith("qrels") else _TEXT_COLUMNS for part in self._sources()}
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
         """Read the data from the files, without queries that have no judgement."""

@@ -29,7 +29,7 @@ from lit_dpret.datamodules.shards import Shards, find_shards, open_records
 from lit_dpret.datamodules.splitting import divisions_of
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.files import OutputFolder, query_files
+from lit_dpret.files import OutputFolder, query_places
 from lit_dpret.privacy.budget import ALL_OF_ONE, EACH_ROW, PARTLY_NAMED, UNSAID, Duplicates
 from lit_dpret.settings import require_whole
 
@@ -104,6 +104,7 @@ class PairsDataModule(SampledDataModule):
             )
         self._unit: TextUnit | None = None
         self._collection: Collection | None = None
+        self._query_files: list[Path] | None = None
         self._units: GroupedUnitDataset | None = None
         self._left_out: LeftOut | None = None
         self._check_choices(duplicates=Duplicates, repeated_judgements=Repeated)
@@ -168,6 +169,15 @@ class PairsDataModule(SampledDataModule):
         if "qrels" in found:
             found["qrels"] = {split: local.pop(f"qrels.{split}") for split in found["qrels"]}
         return found | local
+
+    def query_files(self) -> list[Path]:
+        """Return the files of queries and judgements: a privacy card or a note may be next to each."""
+        if self._query_files is None:
+            public = ("corpus", "collection", "answers")
+            given = [one for name, one in _by_name(self._sources()).items() if name not in public]
+            files = [file for one in given for file in (one.files if isinstance(one, Shards) else [Path(one)])]
+            self._query_files = [file.absolute() for file in files]
+        return self._query_files
 
     def _qrels_by_split(self) -> Mapping[str, str | Path]:
         if isinstance(self.qrels, Mapping):
@@ -344,7 +354,7 @@ class PairsDataModule(SampledDataModule):
             found.append(
                 "Evaluation queries are public: which train queries stay depends on them (datamodule.drop_overlap)."
             )
-        if "text" in divisions_of(*query_files(self)):
+        if "text" in divisions_of(*query_places(self)):
             found.append(
                 "The data set is the train split as it was given. The log was divided by a hash of its texts, so which "
                 "records are in the train split, and how many, depends on private texts, and nothing covers that."

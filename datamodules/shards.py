@@ -27,13 +27,15 @@ from lit_dpret.datamodules.readers import FORMATS, RecordFile
 from lit_dpret.datamodules.records import Complain, Records, refuse
 from lit_dpret.datamodules.splitting import DIVISION_FILE
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, StorageError, first_line
-from lit_dpret.files import CARD_NAME, note_folders, write_whole
+from lit_dpret.files import CARD_NAME, note_folders, notes_near, write_whole
 from lit_dpret.progress import ProgressLine
 
 _PIECE = 2**22
 _SILENT = 5.0  # seconds of copying before a progress line appears
 _ABANDONED = 3600.0  # seconds until a draft is stale
 _ELSEWHERE = "Free space, or choose another datamodule.cache_dir."
+_NOTES = (CARD_NAME, DIVISION_FILE)
+_LOCAL_FOLDER = "Copy the data to a folder on a local disk, with that file, and name the folder."
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,12 @@ def find_shards(
         else:
             names = [info["name"] if is_local else fs.unstrip_protocol(info["name"]) for info in infos]
         if not public and (is_url(given) or not Path(given).is_dir()):
-            _refuse_notes(fs, infos, str(given), knob)
+            local = (str(note) for info in infos for name in _NOTES for note in notes_near(info["name"], name))
+            for note in local if is_local else _notes(fs, infos, f"{knob}={given}"):
+                raise ConfigurationError(
+                    f"{knob}={given}: {note} says what these data were derived from, and a card has to say it too. "
+                    f"{_LOCAL_FOLDER}"
+                )
         suffixes = ([suffix.lower() for suffix in Path(name).suffixes] for name in names)
         kinds = {"".join(one for one in found if one in (*FORMATS, ".gz", ".zst")) or "unknown" for found in suffixes}
         if len(kinds) > 1:
@@ -191,7 +198,8 @@ def _listed(fs: Any, root: str, given: str, knob: str) -> list[Mapping[str, Any]
         found = [info for info in inside if set(PurePosixPath(info["name"].lower()).suffixes) & set(FORMATS)]
         problem = "holds no file of records (.parquet; .jsonl, .tsv or .csv, also with .gz or .zst)"
     elif any(sign in given for sign in "*?["):
-        found = [info for info in fs.glob(root, detail=True).values() if info["type"] == "file"]
+        # A link is of type link or other.
+        found = [i for i in fs.glob(root, detail=True).values() if i["type"] == "file" or fs.isfile(i["name"])]
         problem = "matches no file"
     else:
         found, problem = [], "does not exist"
@@ -200,27 +208,25 @@ def _listed(fs: Any, root: str, given: str, knob: str) -> list[Mapping[str, Any]
     return sorted(found, key=lambda info: str(info["name"]))
 
 
-def _refuse_notes(fs: Any, infos: Sequence[Mapping[str, Any]], given: str, knob: str) -> None:
-    local = "Copy the data to a folder on a local disk, with that file, and name the folder."
-    if "::" in given:
-        raise ConfigurationError(f"{knob}={given} is a file in another one, beside which a note may be. {local}")
+def _notes(fs: Any, infos: Sequence[Mapping[str, Any]], setting: str) -> Iterator[str]:
+    """Yield the privacy cards, and the notes on a split, that are near files of a remote file system."""
+    if "::" in setting:
+        raise ConfigurationError(f"{setting} is a file in another one, beside which a note may be. {_LOCAL_FOLDER}")
     # As text: a path would take a slash out of http://, whose names are whole URLs.
     names = {info["name"].partition("?")[0] if "://" in info["name"] else info["name"] for info in infos}
     folders = {folder for name in names for folder in note_folders(name.rpartition("/")[0])}
-    for note in (f"{folder}/{name}" for folder in sorted(folders) for name in (CARD_NAME, DIVISION_FILE)):
+    for note in (f"{folder}/{name}" for folder in sorted(folders) for name in _NOTES):
         try:
             fs.cat_file(note)  # reads it, since fsspec's isfile returns False on any failure
         except FileNotFoundError:
             continue
         except Exception as error:  # of any kind: access denied, a time-out
             raise DataError(
-                f"{knob}={given}: {note} would say what these data were derived from, and whether it exists cannot be "
-                f"found out ({first_line(error)}). {local}",
+                f"{setting}: {note} would say what these data were derived from, and whether it exists cannot be found "
+                f"out ({first_line(error)}). {_LOCAL_FOLDER}",
                 kind="unreadable file",
             ) from error
-        raise ConfigurationError(
-            f"{knob}={given}: {note} says what these data were derived from, and a card has to say it too. {local}"
-        )
+        yield note
 
 
 def _fetched(fs: Any, infos: Sequence[Mapping[str, Any]], names: Sequence[str], knob: str, cache: Path) -> list[Path]:

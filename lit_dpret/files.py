@@ -32,11 +32,12 @@ def meant(folder: str | Path, *names: str) -> str:
     return f" Did you mean {' or '.join(map(str, near))}?" if near else ""
 
 
-def query_files(data: object) -> list[str | Path]:
-    """Return the files, folders and URLs of queries and judgements that the settings of a DataModule name."""
+def query_places(data: object) -> list[str | Path]:
+    """Return where the queries and judgements of a DataModule are: what its settings name, and the files it reads."""
     qrels = getattr(data, "qrels", None)
     named = [*qrels.values()] if isinstance(qrels, Mapping) else [qrels]
     named += [getattr(data, name, None) for name in ("folder", "pairs", "queries")]
+    named += data.query_files() if hasattr(data, "query_files") else []
     return [given for given in named if isinstance(given, (str, Path))]
 
 
@@ -56,12 +57,12 @@ def note_folders(folder: str) -> list[str]:
 def notes_near(given: str | Path, name: str) -> list[Path]:
     """Return the existing notes of this name on the data in a folder, or in a file, on a local disk.
 
-    They are looked for near the path, and near what it links to.
+    They are looked for near the path, and near what it links to. A note that is a broken link is returned too.
     """
     place = Path(given).expanduser()
     near = [where if where.is_dir() else where.parent for where in (place.absolute(), place.resolve())]
     places = dict.fromkeys(folder for where in near for folder in note_folders(str(where)))
-    return [note for folder in places if (note := Path(folder) / name).is_file()]
+    return [Path(folder) / name for folder in places if os.path.lexists(f"{folder}/{name}")]
 
 
 def write_whole(

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from lit_dpret.cards.text import card_html, card_markdown
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, schema_problem
 from lit_dpret.files import CARD_NAME as CARD_NAME
-from lit_dpret.files import file_sha256, meant, notes_near, query_files, write_whole
+from lit_dpret.files import file_sha256, meant, notes_near, query_places, write_whole
 from lit_dpret.privacy.budget import Neighbours, Unit
 from lit_dpret.privacy.ledger.chain import canonical_json
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
@@ -181,7 +181,7 @@ def card_of_data(data: Any, split: str = "train") -> Path | None:
         return card_of_data(other, split)
     if (own := getattr(data, "privacy_card_path", None)) is not None:
         return Path(own)
-    return next((card for given in query_files(data) if (card := card_beside(given)) is not None), None)
+    return next((card for given in query_places(data) if (card := card_beside(given)) is not None), None)
 
 
 def refuse_another_claim(data: Any, what: str = "a card of this run would state only another one") -> None:

@@ -197,10 +197,18 @@ def test_the_note_of_a_split_is_found_beside_each_part_that_is_read(tmp_path: Pa
     shutil.copy(split / "qrels" / "train.tsv", elsewhere / "copy.tsv")
     for case in cases:
         assert PairsDataModule(corpus=str(split / "corpus.jsonl"), **case).assumptions(), case
+    linked = tmp_path / "linked"
+    (linked / "qrels").mkdir(parents=True)
+    for name in ("corpus.jsonl", "queries.jsonl", "qrels/train.tsv"):
+        (linked / name).symlink_to(split / name)
+    assert PairsDataModule(folder=str(linked)).assumptions(), "a folder of links"
     apart = {"queries": copied, "qrels": {"train": str(elsewhere / "copy.tsv")}}
     assert not PairsDataModule(corpus=str(split / "corpus.jsonl"), **apart).assumptions()
     with pytest.raises(ConfigurationError, match=r"division\.json"):
         PairsDataModule(corpus=str(split / "corpus.jsonl"), **apart | {"queries": f"{split}/queries/*"}).prepare_data()
+    (elsewhere / "division.json").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"division\.json"):
+        PairsDataModule(corpus=str(split / "corpus.jsonl"), **apart).assumptions()
 
 
 def write_split_settings(folder: Path, public: bool) -> dict[str, Any]:
