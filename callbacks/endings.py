@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import errno
 import os
 import signal
@@ -9,10 +10,11 @@ import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 import torch
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import dataloader
 from torch.utils.data._utils import signal_handling
 
@@ -20,7 +22,7 @@ from lit_dpret.errors import BudgetExceededError, DivergenceError, LedgerError, 
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 from lit_dpret.privacy.user_code import is_library
 
-#: Budget, ledger and weights depend on releases alone; a full disk or a user's interrupt depends on no row.
+#: Budget, ledger and weights depend on releases alone; a full disk depends on no row.
 _OF_NO_ROW = (BudgetExceededError, DivergenceError, LedgerError, ResumeError, StorageError)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_THE_DISK = (*_FULL, errno.EROFS, errno.EIO)
@@ -41,16 +43,35 @@ def ends_by_rows(error: BaseException, *, at_hand: bool) -> bool:
     """Return whether an error that ends a run may follow from a private row.
 
     Its cause is unknown, so this is assumed of every error raised while rows are read, computed (``at_hand``) or passed
-    to a user's hook. Exceptions: the budget is spent, the released weights diverged, the disk is full, or a user ended
-    the run.
+    to a user's hook. Exceptions: the budget is spent, the released weights diverged, the disk is full, or a signal,
+    such as Ctrl-C, ended the run. Code that calls ``sys.exit``, or raises KeyboardInterrupt, ends it like any error.
     """
-    if isinstance(error, (KeyboardInterrupt, SystemExit, *_OF_NO_ROW)):
+    if isinstance(error, _OF_NO_ROW) or _is_of_a_signal(error):
         return False
     passed = {frame.f_code for frame in _passed(error)}
     reading = not _READING.isdisjoint(code.co_filename for code in passed) and _DRAWING not in passed
     if isinstance(error, OSError) and error.errno in (_FULL if reading else _OF_THE_DISK):
         return False
     return at_hand or reading or _in_hook_with_batch(error)
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Return whether Python, Lightning or a user's handler of a signal raised this, and no statement of other code."""
+    if isinstance(error, SIGTERMException):
+        return True
+    if not isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return False
+    for caller, called in pairwise(_passed(error)):
+        # A handler is given the frame that the signal interrupted, perhaps as one of *arguments.
+        count = called.f_code.co_argcount + called.f_code.co_kwonlyargcount + 1
+        held = [called.f_locals.get(name) for name in called.f_code.co_varnames[:count]]
+        if any(value is caller for one in held for value in (one if isinstance(one, tuple) else (one,))):
+            return True
+    if isinstance(error, SystemExit) or error.__traceback__ is None:
+        return False
+    *_, last = _traces(error)
+    # Python's own handler raises between two instructions of the code that it interrupts.
+    return last.tb_frame.f_code.co_code[last.tb_lasti] != dis.opmap["RAISE_VARARGS"]
 
 
 def _in_hook_with_batch(error: BaseException) -> bool:
@@ -78,7 +99,11 @@ def hear_no_worker() -> None:
 
 
 def _passed(error: BaseException) -> Iterator[FrameType]:
+    return (trace.tb_frame for trace in _traces(error))
+
+
+def _traces(error: BaseException) -> Iterator[TracebackType]:
     trace = error.__traceback__
     while trace is not None:
-        yield trace.tb_frame
+        yield trace
         trace = trace.tb_next

@@ -251,7 +251,7 @@ def over_rows(run: PrivateRun) -> Iterator[None]:
     """Record an end in the ledger if this work on private rows fails, as training does: no noise covers a failure."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         if ends_by_rows(error, at_hand=True):
             run.ledger.append("end", reason=FAILED, steps=len({step for _, step in run.releases}))
         raise

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -89,7 +90,7 @@ def ended(folder: Path, where: str, error: BaseException, *, extra: Any = ()) ->
     if where == "dataset":
         data = Unreadable()
         data.module, data.error = module, error
-    with pytest.raises(type(error)):
+    with pytest.raises((type(error), SystemExit)):  # Lightning exits after a KeyboardInterrupt
         fit(folder, module, data, steps=STEPS, extra=[PrivacyCard(), *extra])
 
 
@@ -166,6 +167,8 @@ BY_A_ROW = [
     ("loss", MemoryError()),
     ("collate", DataError("row 7 has no text")),
     ("dataset", OSError(errno.ENOENT, "7.png")),
+    ("loss", SystemExit(1)),
+    ("collate", KeyboardInterrupt()),
 ]
 
 
@@ -197,7 +200,7 @@ def test_an_end_that_a_private_row_may_have_caused_is_one_word_and_claims_nothin
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("kind", ["person", "callback", "disk"])
+@pytest.mark.parametrize("kind", ["person", "handler", "callback", "disk"])
 def test_an_end_for_another_reason_keeps_the_claim_of_all_planned_steps(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     if kind == "callback":
@@ -211,15 +214,18 @@ def test_an_end_for_another_reason_keeps_the_claim_of_all_planned_steps(kind: st
             fit(folder, Regression(privacy=dp(tmp_path, noise_multiplier=8.0)), twice, steps=STEPS,
                 extra=[PrivacyCard(), LambdaCallback(on_train_epoch_start=fails)])  # fmt: skip
         assert granted(folder)
-    elif kind == "person":
+    elif kind in ("person", "handler"):
+        number = signal.SIGINT if kind == "person" else signal.SIGHUP
+        before = signal.signal(signal.SIGHUP, lambda *_: sys.exit(0))
 
         def interrupt(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
             if batch.last and batch.step == 1:
-                raise KeyboardInterrupt
+                signal.raise_signal(number)
 
         with pytest.raises((KeyboardInterrupt, SystemExit)):
             fit(folder, Regression(privacy=dp(tmp_path)), steps=STEPS,
                 extra=[PrivacyCard(), LambdaCallback(on_train_batch_end=interrupt)])  # fmt: skip
+        signal.signal(signal.SIGHUP, before)
     else:
         ended(folder, "dataset", OSError(errno.ENOSPC, "full"))
         assert records(folder)[-1]["kind"] != "end"

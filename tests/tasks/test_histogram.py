@@ -440,9 +440,9 @@ def test_quotas_follow_the_target_as_far_as_there_are_queries() -> None:
             assert (quota[free] >= np.floor(wanted * target[free])).all()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a text of 3000 words"), MemoryError()])
+@pytest.mark.parametrize("error", [RuntimeError("a text of 3000 words"), MemoryError(), SystemExit(1)])
 def test_a_failure_over_private_rows_is_recorded_as_such_and_the_card_after_a_resume_says_so(
-    error: Exception, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> Any:
         raise error
