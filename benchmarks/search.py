@@ -29,7 +29,7 @@ from lit_dpret.retrieval.backends import make_search
 from lit_dpret.retrieval.rows import FileRows, TensorRows
 from lit_dpret.retrieval.search import search
 from lit_dpret.retrieval.topk import TopK
-from lit_dpret.tasks.index_folder import EMBEDDINGS, MANIFEST, TEXTS, IndexFolder, Manifest
+from lit_dpret.tasks.index_folder import EMBEDDINGS, MANIFEST, IndexFolder, Manifest, write_texts
 
 Found = Callable[[], list[list[int]]]
 
@@ -116,32 +116,47 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def grid(passages: list[int], rounds: int) -> dict[str, Any]:
-    """Compare our search with sentence-transformers' in many sizes, and time one question to a `task=index` folder.
-
-    ``first`` searches a new tensor, ``later`` rows that are kept between searches.
-    """
-    generator, sizes, folders = torch.Generator().manual_seed(0), [], []
+    """Compare our search with sentence-transformers' in many sizes, and time one question to a `task=index` folder."""
+    generator = torch.Generator().manual_seed(0)
     draw = torch.empty(max(passages) + 10_000, 384)
     for part in draw.split(50_000):
         part.copy_(torch.nn.functional.normalize(torch.randn(part.shape, generator=generator), dim=1))
-    for count in passages:
-        for queries in (1, 10, 100, 1_000, 10_000):
-            if queries * count > 10**9:
-                continue
-            asked, corpus = draw[-10_000:][:queries], draw[:count]
-            both, rows = systems(asked, corpus, 100), TensorRows(corpus)
-            theirs = both["sentence-transformers semantic_search"]
-            works = {"first": both["lit-dpret"], "later": partial(found_in, asked, rows), "theirs": theirs}
-            sizes.append({"queries": queries, "passages": count} | in_rounds(works, rounds, queries * count))
-        with tempfile.TemporaryDirectory() as folder:
-            index, question = index_of(corpus, Path(folder)), draw[-1:]
-            works = {
-                "first": lambda folder=folder, question=question: IndexFolder(folder).search(question, 100),
-                "later": partial(index.search, question, 100),
-                "theirs": systems(question, corpus, 100)["sentence-transformers semantic_search"],
-            }
-            folders.append({"passages": count} | in_rounds(works, rounds, 10 * count))
-    return {"sizes": sizes, "index": folders}
+    sizes = [
+        of_size(draw[-10_000:][:queries], draw[:count], rounds)
+        for count in passages
+        for queries in (1, 10, 100, 1_000, 10_000)
+        if queries * count <= 10**9
+    ]
+    with tempfile.TemporaryDirectory() as place:
+        for count in passages:
+            index_of(draw[:count], Path(place) / str(count))
+        question = draw[-1:].clone()
+        del draw, part  # the folder keeps its own
+        return {"sizes": sizes, "index": [of_folder(question, Path(place) / str(count), rounds) for count in passages]}
+
+
+def of_size(asked: Tensor, corpus: Tensor, rounds: int) -> dict[str, Any]:
+    """Time searches of a new tensor (``first``) and of rows that are kept between searches (``later``)."""
+    both, rows = systems(asked, corpus, 100), TensorRows(corpus)
+    theirs = both["sentence-transformers semantic_search"]
+    works = {"first": both["lit-dpret"], "later": partial(found_in, asked, rows), "theirs": theirs}
+    facts = {"queries": len(asked), "passages": len(corpus)}
+    return facts | in_rounds(works, rounds, len(asked) * len(corpus))
+
+
+def of_folder(question: Tensor, folder: Path, rounds: int) -> dict[str, Any]:
+    """Time the first question to a folder, and one to a folder that keeps its embeddings; theirs searches its file."""
+    index = IndexFolder(folder)
+    for _ in range(2):
+        index.search(question, 100)
+    count, dim = index.manifest.count, index.manifest.dim
+    corpus = torch.from_file(str(folder / EMBEDDINGS), size=count * dim).view(count, dim)
+    works = {
+        "first": lambda: IndexFolder(folder).search(question, 100),
+        "later": partial(index.search, question, 100),
+        "theirs": systems(question, corpus, 100)["sentence-transformers semantic_search"],
+    }
+    return {"passages": count} | in_rounds(works, rounds, 10 * count)
 
 
 def found_in(queries: Tensor, rows: TensorRows) -> list[list[int]]:
@@ -163,16 +178,15 @@ def in_rounds(works: dict[str, Callable[[], Any]], rounds: int, pairs: int) -> d
     return facts | {"rounds": len(times), "load": os.getloadavg()[0]}
 
 
-def index_of(embeddings: Tensor, folder: Path) -> IndexFolder:
+def index_of(embeddings: Tensor, folder: Path) -> None:
     """Write the folder that `task=encode` would write, from vectors that no encoder computed."""
-    (folder / EMBEDDINGS).write_bytes(embeddings.numpy().tobytes())
-    lines = "".join(f'{{"_id": "{place}", "text": "passage {place}"}}\n' for place in range(len(embeddings)))
-    (folder / TEXTS).write_text(lines, encoding="utf-8")
+    folder.mkdir()
+    embeddings.numpy().tofile(folder / EMBEDDINGS)
+    write_texts(folder, {str(place): f"passage {place}" for place in range(len(embeddings))})
     manifest = Manifest(
         side="passage", count=len(embeddings), dim=embeddings.shape[1], storage="float32", encoder={}, private=False
     )
     (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-    return IndexFolder(folder)
 
 
 def climb(count: int, arguments: argparse.Namespace) -> dict[str, Any]:

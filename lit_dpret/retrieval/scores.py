@@ -42,7 +42,8 @@ def canonical_scores(queries: Tensor, passages: Rows, candidates: Tensor, *, cos
         scores = _query_by_query(queries.cpu(), passages, candidates, cosine)
     else:
         scores = _on_cpu(queries.cpu(), passages, candidates.numpy(), cosine)
-    return scores.masked_fill_(candidates == MISSING, float("-inf"))
+    fillers = candidates.numpy() == MISSING
+    return scores.masked_fill_(torch.from_numpy(fillers), float("-inf")) if fillers.any() else scores
 
 
 def _on_cpu(queries: Tensor, passages: Rows, candidates: NDArray[np.int64], cosine: bool) -> Tensor:
@@ -84,10 +85,12 @@ def _on_cpu(queries: Tensor, passages: Rows, candidates: NDArray[np.int64], cosi
 
 def _query_by_query(queries: Tensor, passages: Rows, candidates: Tensor, cosine: bool) -> Tensor:
     """Score few pairs; the passage of each pair is fetched separately."""
-    found = passages.take(candidates.clamp(min=0).view(-1)).double()
+    wanted = torch.from_numpy(np.maximum(candidates.numpy(), 0).reshape(-1))
+    found = passages.take(wanted).double()
     found = F.normalize(found, dim=-1) if cosine else found
-    opens = torch.arange(0, len(found) + 1, max(1, candidates.shape[1]))
-    return _products(opens, torch.arange(len(found)), queries, found).view(candidates.shape)
+    opens = np.arange(0, len(found) + 1, max(1, candidates.shape[1]))
+    of = np.arange(len(found))
+    return _products(torch.from_numpy(opens), torch.from_numpy(of), queries, found).view(candidates.shape)
 
 
 def _products(opens: Tensor, of: Tensor, left: Tensor, right: Tensor) -> Tensor:

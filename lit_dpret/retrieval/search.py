@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -57,13 +58,16 @@ __all__ = [
 QUERY_CHUNK, PASSAGE_CHUNK = 1024, 16_384  # rows of a matrix product
 _CPU_BLOCK = 4096  # passages whose scores stay in a processor's cache
 _FEW_QUERIES = 512  # up to this many, threads split the passages: each is read once, and products are not too flat
+_ONE_BY_ONE = 3  # up to this many queries, products with one vector are faster than those of matrices
 _GROUP = 32  # with few queries: scores per group, of which only the highest is looked at first
 _AT_ONCE = 2**23  # with few queries: scores held at a time
-_ALONE = 2**23  # multiplications for which one thread is enough
+_ALONE = 2**23  # multiplications for which one thread is enough,
+_ALONE_READ = 2**26  # or numbers of passages, with queries that are multiplied one by one
 _PAYS_LOW = 2**21  # with few queries: number of scores above which bfloat16 saves more than its extra candidates cost
 _BUFFER_BYTES = 256 * 2**20  # for the candidates of queries that are searched together
 
 
+@threads_of_ours()
 def search(
     query_embeddings: Tensor | NDArray[Any],
     passage_embeddings: Tensor | NDArray[Any] | Rows,
@@ -332,9 +336,9 @@ class SearchStream:
 def _search_few(queries: Tensor, rows: Rows, k: int, rank: Tensor | None, exclude: Tensor | None, cosine: bool) -> TopK:
     """Search for few queries (float64, normalised under ``cosine``) on the CPU; the rest is as in `search`.
 
-    Threads split the passages; the scores of up to `_AT_ONCE` pairs are held at a time. A passage among the best scores
-    at most the rounding error below the k-th best found so far, and below the k-th highest score of any subset. So
-    only passages that reach both are scored again.
+    Call it inside `threads_of_ours`. Threads split the passages; the scores of up to `_AT_ONCE` pairs are held at a
+    time. A passage among the best scores at most the rounding error below the k-th best found so far, and below the
+    k-th highest score of any subset. So only passages that reach both are scored again.
     """
     exclude = None if exclude is None else exclude.cpu()
     low = len(queries) * len(rows) >= _PAYS_LOW and bfloat16_pays(queries.device, len(queries))
@@ -342,7 +346,8 @@ def _search_few(queries: Tensor, rows: Rows, k: int, rank: Tensor | None, exclud
     pieces = max(1, -(-len(queries) * len(rows) // _AT_ONCE))
     places = range(len(rows) if len(queries) else 0)
     step = max(1, -(-len(places) // pieces))
-    with torch.no_grad(), exact_float32(queries.device), threads_of_ours():
+    whole = exact_float32(queries.device) if len(queries) > _ONE_BY_ONE else nullcontext()  # changes NumPy's in no way
+    with torch.no_grad(), whole:
         for start in places[::step]:
             candidates = None
             while candidates is None:
@@ -350,7 +355,7 @@ def _search_few(queries: Tensor, rows: Rows, k: int, rank: Tensor | None, exclud
                 longest = max(longest, scores.longest)
                 floor = scores.kth - 2 * scores.slack
                 if best is not None and best.scores.shape[1] == k:
-                    floor = torch.maximum(floor, best.scores[:, -1] - scores.slack)
+                    floor = np.maximum(floor, best.scores[:, -1].numpy() - scores.slack)
                 candidates = scores.above(floor, 4 * k * len(queries) if products.low else None)
                 if candidates is None:
                     products = Products(queries, torch.float32)
@@ -377,52 +382,60 @@ class _Scores:
     def __init__(
         self, products: Products, rows: Rows, places: range, k: int, exclude: Tensor | None, cosine: bool
     ) -> None:
-        self._places, queries = places, products.queries
-        alone = queries.numel() * len(places) <= _ALONE
-        group = 1 if alone else max(1, min(_GROUP, len(places) // (8 * k)))
-        width = -(-(len(places) if alone else _share(len(places), _CPU_BLOCK)) // group)
+        self._places, self._dtype, queries = places, products.dtype, products.queries
+        one_by_one = len(queries) <= _ONE_BY_ONE and not products.low
+        numbers = rows.dim * len(places)
+        alone = len(queries) * numbers <= _ALONE or (one_by_one and numbers <= _ALONE_READ)
+        group = max(1, min(_GROUP, len(places) // (8 * k)))
+        # Blocks stay in a cache while they are read, converted, measured or multiplied again.
+        at_hand = isinstance(rows, TensorRows) and rows.embeddings.type() == "torch.FloatTensor"
+        read_once = len(queries) == 1 and at_hand and rows.longest is not None and not cosine
+        most = len(places) if read_once else _CPU_BLOCK
+        width = -(-(min(most, len(places)) if alone else _share(len(places), most)) // group)
         blocks = -(-len(places) // (width * group))
-        self._table = queries.new_empty(len(queries), blocks, group, width)
-        flat = self._table.view(len(queries), -1)
-        if len(places) < flat.shape[1]:
-            flat[:, len(places) :] = -math.inf
-        self._highest = queries.new_empty(len(queries), blocks, width) if group > 1 else self._table[:, :, 0]
+        self._table = np.empty((len(queries), blocks, group, width), dtype=np.float32)
+        flat = self._table.reshape(len(queries), -1)
+        flat[:, len(places) :] = -math.inf
+        self._highest = np.empty((len(queries), blocks, width), dtype=np.float32) if group > 1 else self._table[:, :, 0]
         lengths = [0.0] * blocks
 
         def fill(some: slice) -> None:
             block = some.start // (width * group)
             where = slice(places.start + some.start, places.start + some.stop)
             part, lengths[block] = _part(rows, where, queries.device, cosine)
-            torch.mm(queries, part.to(queries.dtype).T, out=flat[:, some])
+            _multiply(queries, part, flat[:, some])
             if exclude is not None:
-                _hide(flat[:, some], exclude - where.start)
+                _hide(torch.from_numpy(flat[:, some]), exclude - where.start)
             if group > 1:
-                torch.amax(self._table[:, block], dim=1, out=self._highest[:, block])
+                np.maximum.reduce(self._table[:, block], axis=1, out=self._highest[:, block])
 
-        on_slices(fill, len(places), width * group)
+        if alone:
+            for start in range(0, len(places), width * group):
+                fill(slice(start, min(start + width * group, len(places))))
+        else:
+            on_slices(fill, len(places), width * group)
         self.longest = max(lengths)
-        self.slack = products.slack(self.longest, products.loss(self.longest))
-        highest = self._highest.view(len(queries), -1)
-        kth = highest.topk(min(k, highest.shape[1]), dim=1, sorted=False).values.amin(dim=1)
-        self.kth = products.at_most(kth if highest.shape[1] >= k else kth.fill_(-math.inf), -math.inf)
+        self.slack = products.slack(self.longest, products.loss(self.longest)).numpy()
+        kth = np.full(len(queries), -math.inf, dtype=np.float32)
+        if blocks * width >= k:
+            highest = self._highest.reshape(len(queries), -1)
+            kth = np.partition(highest, blocks * width - k, axis=1)[:, blocks * width - k]
+        self.kth = products.at_most(torch.from_numpy(kth), -math.inf).numpy()
 
-    def above(self, floor: Tensor, most: int | None) -> Tensor | None:
+    def above(self, floor: NDArray[np.float32], most: int | None) -> Tensor | None:
         """Return for each query the passages that score at least ``floor``, padded with `MISSING`.
 
         Return None if more than ``most`` groups of passages do: their scores are too close for this precision.
         """
-        table = self._table
-        floor = floor.to(table.dtype).float()  # rounding keeps the order: what reaches it, reaches it rounded
-        least = np.maximum(floor.numpy(), torch.finfo(table.dtype).min)[:, None]  # excludes -inf: no score
-        blocks, group, width = table.shape[1:]
-        highest = self._highest.float().numpy().reshape(len(least), -1)
-        row, column = np.divmod(nonzero(highest >= least), blocks * width)
+        floor = torch.from_numpy(floor).to(self._dtype).float().numpy()  # rounding keeps the order: what reaches it,
+        least = np.maximum(floor, np.finfo(np.float32).min)[:, None]  # reaches it rounded; excludes -inf: no score
+        blocks, group, width = self._table.shape[1:]
+        row, column = np.divmod(nonzero(self._highest.reshape(len(least), -1) >= least), blocks * width)
         if most is not None and len(row) > most:
             return None
         if group > 1:
             block, column = np.divmod(column, width)
-            members = table[torch.from_numpy(row), torch.from_numpy(block), :, torch.from_numpy(column)]
-            which, member = np.nonzero(members.float().numpy() >= least[row])
+            which, member = np.nonzero(self._table[row, block, :, column] >= least[row])
             row, column = row[which], (block[which] * group + member) * width + column[which]
         place = column + self._places.start
         if len(least) == 1:
@@ -433,14 +446,34 @@ class _Scores:
         return torch.from_numpy(found)
 
 
+def _multiply(queries: Tensor, passages: Tensor, out: NDArray[np.float32]) -> None:
+    """Write the product of queries and float32 passages on the CPU into ``out``, ``(queries, passages)``."""
+    if len(queries) > _ONE_BY_ONE or queries.dtype != torch.float32:
+        torch.from_numpy(out).copy_(torch.mm(queries, passages.to(queries.dtype).T))
+        return
+    for query, scores in zip(queries.numpy(), out, strict=True):
+        np.vecdot(passages.numpy(), query, out=scores)
+
+
 def _part(rows: Rows, some: slice, device: torch.device, cosine: bool) -> tuple[Tensor, float]:
     """Return some passages, ready for the matrix product, and a bound on their lengths."""
     part, longest = rows.chunk(some.start, some.stop).to(device).float(), rows.longest
     if longest is None:
-        longest = float(torch.linalg.vector_norm(part, dim=1).max())
-        if not math.isfinite(longest):
-            refuse_broken(part, "passage")
+        longest = _longest(part)
     return prepared(part, cosine), 1.0 if cosine else longest
+
+
+def _longest(passages: Tensor) -> float:
+    """Return a bound on the lengths of float32 passages; refuse passages that are broken."""
+    if passages.device.type == "cpu":  # with NumPy, which is faster here
+        table = passages.numpy()
+        with np.errstate(over="ignore"):
+            squares = float(np.vecdot(table, table).max())
+    else:
+        squares = float(passages.square().sum(dim=1).max())
+    if not math.isfinite(squares):
+        refuse_broken(passages, "passage")
+    return math.sqrt(squares + passages.shape[1] * 2.0**-125)  # squares below float32's normal range may become zero
 
 
 def _slices(rows: int) -> Iterator[slice]:
@@ -466,6 +499,7 @@ def _hide(scores: Tensor, excluded: Tensor) -> None:
 
 
 Similarity = Literal["dot", "cosine"]
+_SIMILARITIES = get_args(Similarity)
 
 
 def require_positive(**numbers: int) -> None:
@@ -484,8 +518,8 @@ def check_shapes(
     exclude: Tensor | None,
 ) -> None:
     """Refuse embeddings, ranks and exclusions with inconsistent shapes."""
-    if similarity not in get_args(Similarity):
-        raise ConfigurationError(f"similarity={similarity!r} is not one of {', '.join(get_args(Similarity))}.")
+    if similarity not in _SIMILARITIES:
+        raise ConfigurationError(f"similarity={similarity!r} is not one of {', '.join(_SIMILARITIES)}.")
     if queries.ndim != 2 or (passages is not None and queries.shape[1] != passages.dim):
         shape = None if passages is None else (len(passages), passages.dim)
         raise ConfigurationError(

@@ -73,6 +73,7 @@ class Search(Settings):
             if place == MISSING:
                 break
             best = max(best, score) if rank > 1 else score
-            text = shortened(" ".join(index.text(place).split()), _SHOWN)
-            say(f"{rank:3d}  {score:.4f}  {index.ids[place]}\n     {text}")
+            record = index.record(place)
+            text = shortened(" ".join(str(record["text"]).split()), _SHOWN)
+            say(f"{rank:3d}  {score:.4f}  {record['_id']}\n     {text}")
         return {"best_score": best}

@@ -46,8 +46,10 @@ MANIFEST = "index.json"
 EMBEDDINGS = "embeddings.bin"
 TEXTS = "texts.jsonl"
 OFFSETS = "texts.offsets"
+RANK = "texts.rank"  # of every id in the order that breaks ties
 FAISS = "index.faiss"
-_KEPT = 256 * 2**20  # bytes of embeddings that stay in memory between searches
+_FILES = (EMBEDDINGS, TEXTS, OFFSETS, RANK)
+_SMALL = 256 * 2**20  # bytes of embeddings that are read into memory by the first search
 _GOES_ON = "Finished work is kept: fix this and run the same command again."
 
 Kind = Literal["exact", "faiss"]
@@ -96,12 +98,14 @@ class IndexFolder:
 
     Guarantees:
         - Queries are embedded by the encoder that built the folder, or not at all.
-        - Embeddings are read from the file as needed; a file of up to 256 MiB stays in memory after a search.
+        - Ids and texts are read from the file as needed. So are embeddings of more than 256 MiB in the first search;
+          the second keeps them in memory, as the first does with fewer, unless they take more than ``keep`` bytes.
 
-    ``verify`` compares every file with its SHA-256 first, which reads all of it.
+    ``verify`` compares every file with its SHA-256 first, which reads all of it. By default ``keep`` is half of the
+    memory that is free at the second search.
     """
 
-    def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
+    def __init__(self, folder: str | Path, *, verify: bool = False, keep: int | None = None) -> None:
         self.folder = Path(folder)
         self.manifest = _read_manifest(self.folder)
         if verify:
@@ -109,6 +113,8 @@ class IndexFolder:
                 if file_sha256(self.folder / name) != digest:
                     raise DataError(f"{self.folder / name} is not the file that {MANIFEST} describes: SHA-256 differ.")
         self._indexes: dict[str, Faiss] = {}
+        self._keep, self._asked = keep, False
+        self._kept: TensorRows | None = None
         self.rows = FileRows(self.folder / EMBEDDINGS, dim=self.manifest.dim, storage=self.manifest.storage)
         if len(self.rows) != self.manifest.count:
             raise DataError(
@@ -132,21 +138,13 @@ class IndexFolder:
         )
 
     @cached_property
-    def ids(self) -> list[str]:
-        """Return the id of every text, in the order of the embeddings."""
-        return [str(record["_id"]) for record in self.records()]
-
-    @cached_property
     def tie_rank(self) -> Tensor:
         """Return the order that breaks ties."""
-        return lexicographic_rank(self.ids)
+        return torch.from_numpy(np.fromfile(self.folder / RANK, dtype="<i8"))
 
-    def text(self, place: int) -> str:
-        """Read the text at an index from the file."""
-        start, stop = np.fromfile(self.folder / OFFSETS, dtype="<i8", count=2, offset=8 * place).tolist()
-        with (self.folder / TEXTS).open("rb") as file:
-            file.seek(start)
-            return str(json.loads(file.read(stop - start))["text"])
+    def record(self, place: int) -> dict[str, Any]:
+        """Read ``_id`` and ``text`` of the text at an index from the file."""
+        return next(self.records(place, place + 1))
 
     @property
     def encoder_folder(self) -> str:
@@ -172,16 +170,21 @@ class IndexFolder:
     def search(self, query_embeddings: Tensor, k: int, *, device: str | None = None) -> TopK:
         """Return the ``k`` best passages of query embeddings of shape ``(queries, dim)``."""
         if self.manifest.kind == "exact":
-            return search(query_embeddings, self._searched, k, tie_rank=self.tie_rank, device=device)
+            return search(query_embeddings, self._searched(), k, tie_rank=self.tie_rank, device=device)
         where = "cpu" if device is None else torch.device(device).type
         if where not in self._indexes:
             self._indexes[where] = Faiss.read(self.folder / FAISS, device=where)
         return search_with(self._indexes[where], query_embeddings, self.rows, k, tie_rank=self.tie_rank)
 
-    @cached_property
     def _searched(self) -> FileRows | TensorRows:
-        small = self.rows.path.stat().st_size <= _KEPT
-        return TensorRows(self.rows.chunk(0, len(self.rows))) if small else self.rows
+        """Return the embeddings, in memory if they are small or asked again, and fit."""
+        size = self.rows.path.stat().st_size
+        if self._kept is None and (self._asked or size <= _SMALL):
+            limit = self._keep if self._keep is not None else max(_SMALL, _free_memory() // 2)
+            if size <= limit:
+                self._kept = TensorRows(self.rows.chunk(0, len(self.rows)))
+        self._asked = True
+        return self._kept or self.rows
 
     def records(self, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
         """Yield ``_id`` and ``text`` of the texts from ``start`` to ``stop``, in order, without holding them."""
@@ -190,6 +193,17 @@ class IndexFolder:
             file.seek(offset)
             for line in islice(file, None if stop is None else stop - start):
                 yield json.loads(line)
+
+
+def _free_memory() -> int:
+    """Return the bytes that the system and the container of this process have left; 0 if they do not say."""
+    found = []
+    with suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        group = Path("/sys/fs/cgroup")
+        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(found, default=0)
 
 
 def _read_manifest(folder: Path) -> Manifest:
@@ -309,15 +323,14 @@ def encode_folder(
         return not _is_finished(folder, begun | declared)
 
     def seal() -> None:
-        _write_texts(folder, texts)
-        settle_modes(*(folder / name for name in (EMBEDDINGS, TEXTS, OFFSETS)), owner_only=private)
+        write_texts(folder, texts)
+        settle_modes(*(folder / name for name in _FILES), owner_only=private)
         what = "embedding public passages with it" if side == "passage" else "embedding public queries with it"
         if parent is not None and parent == claim:
             what = f"embedding these queries with {shown(encoder)}"
         made_on = environment_facts(device=where or next(tower.parameters()).device, precision=how.dtype)
         facts = CardFacts(environment=made_on, assumptions=trusts, tuning={"data": how.tuning_data})
-        names = (EMBEDDINGS, TEXTS, OFFSETS)
-        _seal(folder, manifest, names, None if private else parent, what, begun | declared, facts)
+        _seal(folder, manifest, _FILES, None if private else parent, what, begun | declared, facts)
 
     with _storing(folder):
         if prepare():
@@ -362,7 +375,7 @@ def index_folder(
         )
     if folder.resolve() == given.folder.resolve():
         raise ConfigurationError(f"The index would overwrite its own source {source}. Choose another folder.")
-    names = [EMBEDDINGS, TEXTS, OFFSETS]
+    names = list(_FILES)
     with _storing(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700 if given.manifest.private else 0o777)
         if given.manifest.private:
@@ -434,7 +447,8 @@ def _is_finished(folder: Path, begun: Mapping[str, Any]) -> bool:
     return False
 
 
-def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write texts, by id, where each begins, and the order that breaks ties between their ids."""
     offsets = np.zeros(len(texts) + 1, dtype="<i8")
 
     def lines() -> Iterator[bytes]:
@@ -445,6 +459,7 @@ def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
 
     write_whole(folder / TEXTS, lines())
     write_whole(folder / OFFSETS, offsets.tobytes())
+    write_whole(folder / RANK, lexicographic_rank(list(texts)).numpy().astype("<i8").tobytes())
 
 
 def _seal(

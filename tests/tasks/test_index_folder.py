@@ -18,7 +18,7 @@ from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.embedding_cache import encode_to_file
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
-from lit_dpret.retrieval.search import search
+from lit_dpret.retrieval.search import lexicographic_rank, search
 from lit_dpret.tasks import index_folder as build
 from lit_dpret.tasks.index_folder import Encoding, IndexFolder, encode_folder, index_folder
 
@@ -54,9 +54,35 @@ def test_a_folder_answers_as_a_search_of_the_same_embeddings(encoder: Path, tmp_
     passages = made.query_encoder().encode(list(PASSAGES.values()), "passage")
     expected = search(query, passages, 7, tie_rank=made.tie_rank)
     assert torch.equal(top.indices, expected.indices) and torch.equal(top.scores, expected.scores)
-    assert made.ids == list(PASSAGES)
-    assert [made.text(place) for place in (0, 41, 99)] == [list(PASSAGES.values())[place] for place in (0, 41, 99)]
+    assert ids_of(made) == list(PASSAGES)
+    assert torch.equal(made.tie_rank, lexicographic_rank(list(PASSAGES)))
+    for place in (0, 41, 99):
+        assert tuple(made.record(place).values()) == list(PASSAGES.items())[place]
     assert not made.manifest.private and made.manifest.card is None
+
+
+def ids_of(folder: IndexFolder) -> list[str]:
+    return [record["_id"] for record in folder.records()]
+
+
+@pytest.mark.parametrize(("small", "keep", "after"), [(2**20, None, 1), (0, None, 2), (2**20, 6399, 4), (0, 6400, 2)])
+def test_embeddings_stay_in_memory_when_they_are_small_or_asked_again_and_fit(
+    small: int, keep: int | None, after: int, encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 embeddings of 64 bytes. They are searched as the file until the search number ``after``, or throughout."""
+    monkeypatch.setattr(build, "_SMALL", small)
+    made, searched = encode_folder(encoder, PASSAGES, tmp_path / "index"), []
+    query = made.query_encoder().encode(["flood insurance"], "query")
+
+    def watched(queries: Any, rows: Any, *arguments: Any, **settings: Any) -> Any:
+        searched.append(type(rows).__name__)
+        return search(queries, rows, *arguments, **settings)
+
+    monkeypatch.setattr(build, "search", watched)
+    folder = IndexFolder(made.folder, keep=keep)
+    first, second, third = (folder.search(query, 7) for _ in range(3))
+    assert searched == ["FileRows"] * (after - 1) + ["TensorRows"] * (4 - after)
+    assert torch.equal(first.indices, second.indices) and torch.equal(first.scores, third.scores)
 
 
 def test_encoding_again_computes_nothing_new(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +126,7 @@ def test_a_folder_of_another_encoder_is_refused(encoder: Path, tmp_path: Path, m
         encode_folder(saved(tmp_path / "other", seed=1), PASSAGES, tmp_path / "index", Encoding(batch_size=2))
     encode_folder(encoder, PASSAGES, tmp_path / "index", Encoding(batch_size=2))
     encode_folder(encoder, PASSAGES, tmp_path / "whole", Encoding(batch_size=2))
-    for name in ("embeddings.bin", "texts.jsonl", "texts.offsets"):
+    for name in ("embeddings.bin", "texts.jsonl", "texts.offsets", "texts.rank"):
         assert (tmp_path / "index" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
@@ -145,7 +171,7 @@ def test_private_queries_are_refused_until_declared_and_then_kept_to_their_owner
     made = encode_folder(encoder, queries, tmp_path / "private", Encoding(side="query", queries="private"))
     assert made.manifest.private and made.manifest.card is None
     assert not (tmp_path / "private" / "privacy_card.json").exists()
-    for name in ("embeddings.bin", "texts.jsonl", "texts.offsets"):
+    for name in ("embeddings.bin", "texts.jsonl", "texts.offsets", "texts.rank"):
         assert stat.S_IMODE((tmp_path / "private" / name).stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "private").stat().st_mode) == 0o700
     with pytest.raises(ConfigurationError, match=r"task.private=true"):
@@ -256,12 +282,12 @@ def test_a_second_index_is_not_the_first(encoder: Path, tmp_path: Path, monkeypa
         patch.setattr(build.Faiss, "build", refuse)
         with pytest.raises(DataError, match=r"task\.search"):
             index_folder(tmp_path / "b", index, search="faiss:IVF4096,Flat")
-    assert sorted(IndexFolder(index, verify=True).ids) == sorted(PASSAGES)
+    assert ids_of(IndexFolder(index, verify=True)) == list(PASSAGES)
     with monkeypatch.context() as patch:
         patch.setattr(build, "_seal", killed)
         with pytest.raises(KeyboardInterrupt):
             index_folder(tmp_path / "b", index)
     with pytest.raises(DataError, match="unfinished"):
         IndexFolder(index)
-    assert sorted(index_folder(tmp_path / "b", index).ids) == sorted(others)
+    assert ids_of(index_folder(tmp_path / "b", index)) == list(others)
     assert not (index / "index.faiss").exists()
