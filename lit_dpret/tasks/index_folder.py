@@ -178,8 +178,10 @@ class IndexFolder:
 
     def _searched(self) -> FileRows | TensorRows:
         """Return the embeddings, in memory if they are small or asked again, and fit."""
+        if self._kept is not None:
+            return self._kept
         size = self.rows.path.stat().st_size
-        if self._kept is None and (self._asked or size <= _SMALL):
+        if self._asked or size <= _SMALL:
             limit = self._keep if self._keep is not None else max(_SMALL, _free_memory() // 2)
             if size <= limit:
                 self._kept = TensorRows(self.rows.chunk(0, len(self.rows)))
