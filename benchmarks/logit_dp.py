@@ -47,14 +47,16 @@ TIMED = [
     *(Row("conv", 64, d) for d in (32,)),
     *(Row("mlp", n, 64) for n in (16, 64)),
     *(Row("minilm-shape", n, 32) for n in (16, 64)),
+    *(Row("minilm", n, 384) for n in (8, 16)),
 ]
 WEIGHED = [
     *(Row("conv", n, 8) for n in (16, 32, 64, 128, 400)),
     *(Row("mlp", n, 64) for n in (16, 32, 64, 128)),
     *(Row("minilm-shape", n, 32) for n in (16, 32, 64, 128)),
 ]
-#: More records would take minutes.
+#: More records, or columns of a Jacobian, would take minutes.
 MOST_RECORDS_TIMED = {"brute_force": 16, "pair_ghost": 128}
+MOST_COLUMNS_TIMED = {"jacobian": 64, "k_blocks": 64, "k_blocks_towers": 64, "brute_force": 64}
 QUICK = [Row("conv", 3, 4), Row("mlp", 4, 4)]
 
 
@@ -74,7 +76,8 @@ def build_encoder(name: str, dim: int) -> Any:
     class Pooled(nn.Module):
         def __init__(self, encoder: nn.Module, width: int) -> None:
             super().__init__()
-            self.encoder, self.head = encoder, nn.Linear(width, dim, bias=False)
+            self.encoder = encoder
+            self.head = nn.Identity() if dim == width else nn.Linear(width, dim, bias=False)
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.encoder(input_ids=ids).last_hidden_state.mean(1))
@@ -87,9 +90,10 @@ def build_encoder(name: str, dim: int) -> Any:
         return Normalised(nn.Sequential(nn.Linear(384, 256), nn.GELU(), nn.Linear(256, dim))).eval()
     from transformers import BertConfig, BertModel
 
-    shape = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=12, intermediate_size=192, vocab_size=512)
-    config = BertConfig(**shape, max_position_embeddings=32, attn_implementation="eager")
-    return Normalised(Pooled(BertModel(config, add_pooling_layer=False), 48)).eval()
+    width, layers, words, attention = (384, 6, 30522, "sdpa") if name == "minilm" else (48, 2, 512, "eager")
+    shape = dict(hidden_size=width, num_hidden_layers=layers, num_attention_heads=12, intermediate_size=4 * width)
+    config = BertConfig(**shape, vocab_size=words, max_position_embeddings=32, attn_implementation=attention)
+    return Normalised(Pooled(BertModel(config, add_pooling_layer=False), width)).eval()
 
 
 def build_rows(model: str, n: int) -> Any:
@@ -97,7 +101,7 @@ def build_rows(model: str, n: int) -> Any:
 
     if model == "conv":
         return torch.randn(n, 3, 32, 32)
-    return torch.randn(n, 384) if model == "mlp" else torch.randint(1, 512, (n, 16))
+    return torch.randn(n, 384) if model == "mlp" else torch.randint(1, 512, (n, 24 if model == "minilm" else 16))
 
 
 def build_module(variant: str, row: Row) -> Any:
@@ -263,7 +267,11 @@ def main() -> None:
         write(report, out)
     print("\ntime of a step: over the plain step, seconds on one thread" if arguments.threads == 1 else "\ntime")
     for row in QUICK if arguments.quick else TIMED:
-        ways = [v for v in runnable(row, arguments.limit_gb) if row.n <= MOST_RECORDS_TIMED.get(v, row.n)]
+        ways = [
+            v
+            for v in runnable(row, arguments.limit_gb)
+            if row.n <= MOST_RECORDS_TIMED.get(v, row.n) and row.dim <= MOST_COLUMNS_TIMED.get(v, row.dim)
+        ]
         spent = measure_time(row, ways, arguments.rounds)
         report["time"][row.label] = spent
         print(row.label)

@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -121,12 +122,15 @@ class Plan:
             plant_blanks(counted, canaries.units)
         trainer = _trainer(parts)
         progress("the noise that the budget needs")
-        how: dict[str, Any] = {"make_module": parts.make_module, "callbacks": callbacks, "epochs": self.epochs}
+        make_module = cache(parts.make_module)  # built at most once, if the noise or the norms depend on it
+        how: dict[str, Any] = {"make_module": make_module, "callbacks": callbacks, "epochs": self.epochs}
         (planned,) = plan_fit(mode, counted, trainer, **how)
         plan, reserve = planned.plan, planned.plan.steps - planned.steps
         progress("time and memory")
         costs = self._costs(parts, mode, plan, trainer, progress)
         facts = {**data_facts(data), **describe_plan(plan, progress), "cost": costs}
+        if mode.calibrated_to_loss:
+            facts["pair_norms"] = mode.norms_cost(make_module(privacy=mode), plan)
         (parts.run_dir / "plan.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
         if self.plot and plan.proved:
             progress("plan.png")
@@ -175,7 +179,7 @@ def format_plan(facts: Mapping[str, Any]) -> str:
     The first line contains epsilon with its delta, unit and relation. Unproved numbers are not printed.
     """
     told = {"other_bound": OTHER_BOUND, "off_by": FACTOR, "duration": duration, "size": size}
-    return render("plan.md", {"cost": None, **facts, **told}).rstrip()
+    return render("plan.md", {"cost": None, "pair_norms": None, **facts, **told}).rstrip()
 
 
 def _trainer(parts: Parts) -> Any:

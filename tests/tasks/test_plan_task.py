@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 from configured import composed
+from pair_stand_ins import Pairs, logit_dp
 from tiny_generator import generator
 from tiny_tasks import write_log
 
@@ -20,6 +21,7 @@ from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.outline import PUBLISHED
 from lit_dpret.privacy.budget import show_epsilon
+from lit_dpret.privacy.clipping.pairs import costs
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.report import figures
 from lit_dpret.tasks import Fit, Plan
@@ -41,6 +43,20 @@ def parts(tmp_path: Path, **changes: Any) -> Parts:
         "make_trainer": partial(L.Trainer, accelerator="cpu", max_steps=STEPS, max_epochs=-1),
     }
     return Parts(**settings | changes)
+
+
+def test_the_plan_of_clipped_pairs_tells_how_their_norms_are_computed_and_for_how_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes: dict[str, Any] = {
+        "make_module": lambda privacy: Pairs(privacy=privacy),
+        "make_privacy": partial(logit_dp, eps=3.0, noise_multiplier=2.0, sub_batches=2, norms="pair_ghost"),
+    }
+    Plan(units=UNITS, plot=False).run(parts(tmp_path, **changes))
+    facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))["pair_norms"]
+    of_ten = costs(n_max=10, dim=3, positions=1, width=4, shared=True)
+    assert facts == {"norms": "pair_ghost", "ordinary_steps": pytest.approx(of_ten["pair_ghost"])}
+    assert f"pair_ghost, about {facts['ordinary_steps']:.2g} times" in capsys.readouterr().out
 
 
 @pytest.mark.costly

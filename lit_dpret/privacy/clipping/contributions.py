@@ -8,8 +8,8 @@ gradient is computed in full (``Written``). docs/derivations.md has the formulas
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -156,6 +156,15 @@ def changed(use: Contribution, change: Callable[[Tensor], Tensor]) -> Contributi
     if isinstance(use, Convolution):
         return Convolution(change(use.x), change(use.g), use.geometry)
     return Lookup(use.ids, change(use.g)) if isinstance(use, Lookup) else Dense(change(use.value))
+
+
+def joined(uses: Sequence[Contribution], join: Callable[[list[Tensor]], Tensor]) -> Contribution:
+    """Return one contribution whose factors are those of several of one kind, joined."""
+    if isinstance(uses[0], Dense):
+        return Dense(join([use.value for use in uses if isinstance(use, Dense)]))
+    names = [each.name for each in fields(uses[0]) if isinstance(getattr(uses[0], each.name), Tensor)]
+    factors: dict[str, Any] = {name: join([getattr(use, name) for use in uses]) for name in names}
+    return replace(uses[0], **factors)
 
 
 def silenced(use: Contribution, kept: Tensor) -> Contribution:

@@ -9,7 +9,7 @@ tensors it is computed from.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar, Literal, Unpack, get_args
 
@@ -119,23 +119,36 @@ class GhostClipping(ClippedSum):
     def _plan(self) -> Plan:
         return make_plan(self.module, self.parameters)
 
-    def norms(self, row_loss: RowLoss, rows: int) -> Tensor:
-        """Return the gradient norm of every row separately, ``(rows,)`` in float64, without clipping or summing.
+    def norms_of(self, parts: Callable[[], Iterable[Contributions]], losses: Tensor) -> Tensor:
+        """Return the gradient norm of every row separately, ``(rows,)`` in float64, from its contributions.
 
-        The exact norm may be larger, by a share of at most `loose`; a broken row's norm is not finite. Audited as in
-        ``add``.
+        ``parts`` makes them, some parameters at a time. The exact norm may be larger by a share of at most `loose`.
         """
-        batch = self._each_row(rows)
-        with torch.enable_grad():
-            losses, contributions = self._recorded(row_loss, batch)
+        batch = self._separately(len(losses))
+        found = Certified.zeros(batch.units, losses.device)
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False), whole_products():
-            norms, _, _ = self._norms(contributions, self._write_out(contributions, batch), losses, batch)
-        whole: Tensor = torch.linalg.vector_norm(norms, dim=0)
-        return whole
+            for part in parts():
+                self._certified(part, self._write_out(part, batch), batch, found)
+            broken = broken_units(losses, batch)
+            norms, vague, _ = self._told_by(found, found.norms())
+            vague &= ~broken
+            if bool(vague.any()):
+                only = batch.only(vague)
+                exact = torch.stack([self._exact_squares(part, only) for part in parts()]).sum(0)
+                norms = torch.where(vague, exact.sqrt(), norms)
+        return torch.where(broken, torch.nan, norms)
 
-    def columns(self, outputs: Callable[[], Tensor], rows: int) -> tuple[Tensor, list[Contributions]]:
-        """Return the Jacobian of ``outputs``, (rows, columns), as contributions per column and parameter."""
-        batch = self._each_row(rows)
+    def columns(
+        self, outputs: Callable[[], Tensor], rows: int, along: Tensor | None = None
+    ) -> tuple[Tensor, list[Contributions]]:
+        """Return the Jacobian of ``outputs``, (rows, dim), as contributions per column and parameter.
+
+        A column is the derivative along one of the vectors ``along``, (columns, dim), or else by a coordinate.
+        """
+        self._refuse_changes()
+        self._refuse_hooks()
+        refuse_batch_mixing(self.module)
+        batch = self._separately(rows)
         with torch.enable_grad(), uncompiled(), Recorder(self._plan()) as recorder:
             values = outputs()
             recorder.recording = False
@@ -143,9 +156,10 @@ class GhostClipping(ClippedSum):
                 raise UnsupportedModelError(f"Outputs have shape {tuple(values.shape)}; it must be ({rows}, columns).")
             if not values.requires_grad:
                 return values.detach(), []
-            units = torch.eye(values.shape[1], dtype=values.dtype, device=values.device)
+            units = torch.eye(values.shape[1]) if along is None else along
+            count, units = len(units), units.to(values)
             if self._recording_check.wants_parameters:
-                mixture = torch.linspace(1.0, 2.0, len(units), dtype=values.dtype, device=values.device)
+                mixture = torch.linspace(1.0, 2.0, values.shape[1], dtype=values.dtype, device=values.device)
                 units = torch.cat([mixture[None], units])
             found: list[Contributions] = []
             with torch.autocast(values.device.type, enabled=False):
@@ -153,13 +167,10 @@ class GhostClipping(ClippedSum):
                     last = len(found) == len(units) - 1
                     found.append(self._backward(recorder.uses, (values * unit).sum(1), batch, keep=not last))
         recorder.uses.clear()
-        return values.detach(), found[-values.shape[1] :]
+        return values.detach(), found[-count:]
 
-    def _each_row(self, rows: int) -> UnitRows:
-        """Return every row as its own unit, after the checks that come before any batch."""
-        self._refuse_changes()
-        self._refuse_hooks()
-        refuse_batch_mixing(self.module)
+    def _separately(self, rows: int) -> UnitRows:
+        """Return every row as its own unit."""
         device = next(iter(self.parameters.values())).device
         return UnitRows.build(torch.arange(rows), torch.ones(rows, dtype=torch.bool, device=device))
 
@@ -406,19 +417,11 @@ class GhostClipping(ClippedSum):
         kept = [{name: written[name] for name in names if name in written} for names in self.groups]
         broken = broken_units(losses, batch)
         for group, part in enumerate(parts):
-            found = self._certified(part, kept[group], batch)
+            found = Certified.zeros(batch.units, batch.real.device)
+            self._certified(part, kept[group], batch, found)
             above = found.norms()
             present[group] = found.present(above)
-            # The computed norm depends on the unit alone, up to rounding. Its bound also depends on how far the batch
-            # is padded, so through the bound one unit could move the factors of all others.
-            norms[group] = found.estimate.clamp(min=0).sqrt()
-            # NaN and infinity are vague too, since float64 may still give the norm.
-            close = above <= (1 + self.loose) * norms[group] + NEGLIGIBLE * self.bound
-            vague[group] = ~(close & above.isfinite())
-            if self.clip == "abadi":  # a gradient that is not clipped in any case needs no closer look
-                vague[group] &= ~(above <= self.target)
-            too_large = ~(found.tiny() <= NEGLIGIBLE * self.bound)
-            vague[group] |= too_large
+            norms[group], vague[group], too_large = self._told_by(found, above)
             if batch.fixed:  # no second look by value, for which XLA would recompile, and one length for all
                 bound = torch.maximum(norms[group], above / (1 + self.loose))
                 norms[group] = torch.where(too_large, torch.inf, bound)
@@ -435,9 +438,8 @@ class GhostClipping(ClippedSum):
         return norms, vague, present
 
     def _certified(
-        self, part: Mapping[str, Sequence[Contribution]], written: Mapping[str, list[Written]], batch: UnitRows
-    ) -> Certified:
-        found = Certified.zeros(batch.units, batch.real.device)
+        self, part: Contributions, written: Mapping[str, list[Written]], batch: UnitRows, found: Certified
+    ) -> None:
         for name, gradients in ((name, each) for name, of_name in written.items() for each in of_name):
             form = self._form(name, ())
             norms, *rounding = norms_of_each(gradients.value, form)
@@ -450,7 +452,19 @@ class GhostClipping(ClippedSum):
         for form, alike in by_form.items():
             for names in by_input(alike):
                 certified([alike[name] for name in names], self.parameters[names[0]].shape, batch, form, found)
-        return found
+
+    def _told_by(self, found: Certified, above: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return norms, which of them need a look in float64, and which units have values that are too large."""
+        # The computed norm depends on the unit alone, up to rounding. Its bound also depends on how far the batch is
+        # padded, so through the bound one unit could move the factors of all others.
+        norms = found.estimate.clamp(min=0).sqrt()
+        # NaN and infinity are vague too, since float64 may still give the norm.
+        close = above <= (1 + self.loose) * norms + NEGLIGIBLE * self.bound
+        vague = ~(close & above.isfinite())
+        if self.clip == "abadi":  # a gradient that is not clipped in any case needs no closer look
+            vague &= ~(above <= self.target)
+        too_large = ~(found.tiny() <= NEGLIGIBLE * self.bound)
+        return norms, vague | too_large, too_large
 
     def _exact_squares(self, contributions: Mapping[str, Sequence[Contribution]], batch: UnitRows) -> Tensor:
         found = Certified.zeros(batch.units, batch.real.device, least=FORMATS["float64"].tiny)

@@ -178,6 +178,10 @@ class GaussianMode(PrivacyMode):
                 trap="T6" if sampled and request.sampling == "truncated_poisson" else "T5",
             )
 
+    def norms_cost(self, module: Any, plan: PrivacyPlan) -> dict[str, Any] | None:
+        """Return how the norms of pairs of records are computed, and their time; None for a mode without any."""
+        return None
+
     @abstractmethod
     def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan:
         """Return the plan of ``steps`` logical steps over ``units`` units, drawn as ``request`` asks.

@@ -8,6 +8,7 @@ from the paper.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
@@ -21,10 +22,13 @@ from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, LossClaim,
 from lit_dpret.privacy.clipping.base import room_for_rounding, trainable
 from lit_dpret.privacy.clipping.pairs import (
     NormsName,
+    choose_norms,
     clipped_pair_factors,
+    costs,
     embed_all,
     make_pair_norms,
     weighted_backward,
+    width_of,
 )
 from lit_dpret.privacy.clipping.pairs.batch import PAIR_ROUNDING
 from lit_dpret.privacy.modes.base import GradientSums
@@ -70,7 +74,8 @@ class LogitDP(CoupledMode):
             is exact.
         sensitivity: ``proof``, or ``paper`` for Lemma 4.5, which is refuted.
         rows_at_once: Rows that go through the encoder together in the second pass.
-        pairs_at_once: With ``pair_ghost``, pairs that go through it together; null for a part's size.
+        pairs_at_once: With ``pair_ghost``, pairs whose gradients of layer outputs are held together; null for as many
+            as fit in 256 MiB (2 GiB on a device other than the CPU).
         delta: As for `GaussianMode`, but it must be given.
     """
 
@@ -120,6 +125,20 @@ class LogitDP(CoupledMode):
     def _claim(self, loss: Any) -> LossClaim:
         found: LossClaim = loss.claim
         return found
+
+    def norms_cost(self, module: Any, plan: PrivacyPlan) -> dict[str, Any] | None:
+        """Return how the norms of pairs are computed, and their time in ordinary steps within a factor of 2.
+
+        An ordinary step is the forward and backward pass of the same records without privacy. The time is None where
+        it was not measured.
+        """
+        coupling = plan.coupling
+        if coupling is None:
+            return None
+        shape = {"width": width_of(module), **module.pair_shape()}
+        name = choose_norms(n_max=coupling.n_max, **shape) if self.norms == "auto" else self.norms
+        shape.pop("linear_head", None)
+        return {"norms": name, "ordinary_steps": costs(n_max=math.ceil(coupling.expected), **shape).get(name)}
 
     # -- the step ----------------------------------------------------------------------------
 

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.clipping.pairs import PairBatch, choose_norms, costs, make_pair_norms, weighted_backward
+from lit_dpret.privacy.clipping.ghost import GhostClipping
+from lit_dpret.privacy.clipping.pairs import (
+    PairBatch,
+    PairGhost,
+    choose_norms,
+    costs,
+    make_pair_norms,
+    weighted_backward,
+)
 
 
 @pytest.mark.like(3)
@@ -194,12 +202,39 @@ def test_in_fp32_no_entry_is_below_the_true_norm_even_where_terms_cancel() -> No
     single = replace(double.batch, queries=queries.float(), passages=near.float())
     true = reference(double)
     pairs.module.float()
-    for norms in ("jacobian", "k_blocks"):
+    for norms in ("pair_ghost", "jacobian", "k_blocks"):
         found = make_pair_norms(norms, pairs.module).table(single)  # type: ignore[arg-type]
         assert float((found - true * (1 - 1e-4)).min()) >= 0
         far = ~torch.eye(5, dtype=torch.bool)
-        if norms == "jacobian":
+        if norms != "k_blocks":
             assert_equal(found[far], true[far], 1e-2)
+
+
+def test_in_fp32_norms_from_gram_matrices_are_exact_where_much_longer_terms_cancel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(384, 256), nn.Tanh(), nn.Linear(256, 64)).double()
+    queries = torch.randn(4, 384, dtype=torch.float64)
+    near = queries + 0.02 * torch.randn(4, 384, dtype=torch.float64)
+
+    def embed(x: Tensor) -> Tensor:
+        return F.normalize(body(x), dim=1)
+
+    true = reference(Pairs(body, PairBatch(queries, near, embed, embed, 4)))
+    assert float(true.diagonal().max()) < 0.01 * float(true.mean())
+    body.float()
+    looked: list[int] = []
+    exact = GhostClipping._exact_squares
+    monkeypatch.setattr(
+        GhostClipping, "_exact_squares", lambda self, part, batch: looked.append(1) or exact(self, part, batch)
+    )
+    strategy = PairGhost(body)
+    strategy._engine = GhostClipping(body, max_grad_norm=1e-4)  # below such a bound it looks no closer
+    found = strategy.table(PairBatch(queries.float(), near.float(), embed, embed, 4))
+    assert looked
+    assert float((found / true).min()) >= 1 - 4e-3
+    assert_equal(found, true, 2e-2)
 
 
 def test_auto_takes_the_closed_form_for_a_linear_head_and_exact_norms_for_the_embedding_net_of_the_paper() -> None:
