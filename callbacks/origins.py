@@ -7,6 +7,7 @@ Known origins are the folders that modules and transformers remember, the runs t
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,8 +25,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lit_dpret.cards.file import CARD_NAME, card_above, read_card
-from lit_dpret.cards.start import Start, ledgers_of, model_folder
+from lit_dpret.cards.start import Start, ledgers_of, model_folder, places_of
 from lit_dpret.errors import ConfigurationError, told
+from lit_dpret.files import linked_folders
 from lit_dpret.privacy.ledger.passed import Passed, held_by, is_common, is_readable, looked_at
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity, plans_of, private_start
 from lit_dpret.privacy.ledger.trained import (
@@ -235,8 +237,14 @@ def _origins(module: Any, start: Start | None) -> list[Path]:
 
 
 def _folders(named: Iterable[Any]) -> list[Path]:
-    found = dict.fromkeys(str(name) for name in named if isinstance(name, (str, Path)) and name != "")
-    return [place for name in found if (place := Path(name).expanduser()).is_dir()]
+    found: dict[Path, None] = {}
+    for name in dict.fromkeys(str(name) for name in named if isinstance(name, (str, Path)) and name != ""):
+        place = Path(name).expanduser()
+        if place.is_dir():
+            found |= dict.fromkeys([place, *linked_folders(place)])
+        else:
+            found |= dict.fromkeys(places_of(name))
+    return list(found)
 
 
 def _base_model_in(folder: Path) -> list[Any]:
@@ -273,7 +281,7 @@ def claim_of(data: Any) -> str:
 def refuse_cards_behind(module: Any, start: Start | None) -> None:
     """Refuse weights from a folder with a privacy card, except the run of ``init_from``."""
     for place in _origins(module, start):
-        card = place / CARD_NAME if (place / CARD_NAME).is_file() else card_above(place)
+        card = place / CARD_NAME if os.path.lexists(place / CARD_NAME) else card_above(place)
         if card is not None:
             raise ConfigurationError(
                 f"{place} carries a privacy card ({card}), and this card would omit the cost of its weights. Name its "

@@ -452,12 +452,12 @@ def refuse_false_bound(mode: Any, data: Any) -> None:
             "unit is a whole user. Set the bound to null."
         )
     units = data.train_units()
-    if units.duplicates == "merge":
+    if getattr(units, "duplicates", "keep") == "merge":
         raise ConfigurationError(
             f"privacy.max_units_per_user={bound} cannot be combined with datamodule.duplicates=merge: a merged unit "
             "may belong to several people. Set datamodule.duplicates=keep, or set the bound to null."
         )
-    most = units.most_units_of_a_user()
+    most = units.most_units_of_a_user() if hasattr(units, "most_units_of_a_user") else None
     if most is not None and most > bound:
         raise ConfigurationError(
             f"privacy.max_units_per_user={bound} contradicts these data: a user id has more {mode.unit} units than "

@@ -133,6 +133,11 @@ def plan_run(
         steps, ends_at = begun_with, steps
     plan = mode.plan(data, units=units, steps=steps + reserve, module=module)
     if plan is not None:
+        if mode.guarantee != "dp":
+            raise ConfigurationError(
+                f"{type(mode).__name__} plans a release, but its guarantee is {mode.guarantee}: a card would state an "
+                "epsilon that nothing checks. Set guarantee to dp, or let plan return None."
+            )
         if (budget := plan.budget.of_units(data)) != plan.budget:
             knob = "duplicates" if budget.duplicates != plan.budget.duplicates else "unit_by"
             raise ConfigurationError(

@@ -20,7 +20,16 @@ from lit_dpret.callbacks.averages import averaged, describe
 from lit_dpret.callbacks.planning import accountant_of, ledger_of
 from lit_dpret.callbacks.retrieval_evaluation import SHARED_BY_CHANCE
 from lit_dpret.cards.amendments import with_notes
-from lit_dpret.cards.card import CARD_NAME, CardFacts, RunFacts, build_card, inherit_card, subject_of, write_card
+from lit_dpret.cards.card import (
+    CARD_NAME,
+    CardFacts,
+    RunFacts,
+    build_card,
+    inherit_card,
+    read_card,
+    subject_of,
+    write_card,
+)
 from lit_dpret.cards.file import MODEL_FOLDER
 from lit_dpret.cards.provenance import (
     declared_start,
@@ -153,8 +162,13 @@ class PrivacyCard(Callback):
         """Refuse to save the weights among other files, all of which the card would call the weights."""
         folder = self.run_dir or Path(trainer.default_root_dir)
         model, resumed = folder / MODEL_FOLDER, getattr(accountant_of(trainer), "resume", False)
-        if resumed or not hasattr(module, "save_model") or (model / CARD_NAME).is_file() or not model.is_dir():
+        if resumed or not hasattr(module, "save_model") or not model.is_dir():
             return
+        if (model / CARD_NAME).is_file():  # of an earlier fit of this run
+            head = (read_card(model)["ledger"] or {}).get("head")
+            ledger = ledger_of(trainer)
+            if module.privacy.guarantee != "dp" or ledger is None or head in {one["hash"] for one in ledger.records}:
+                return
         if (other := next((path for path in sorted(model.rglob("*")) if path.is_file()), None)) is not None:
             raise ConfigurationError(
                 f"{model}, where the weights and their card go, holds other files ({other.name}). Set "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import lightning as L
 import torch
@@ -63,6 +63,7 @@ from lit_dpret.cards.file import (
 from lit_dpret.cards.start import Start
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ledger.gate import no_accountant, refuse_other_sums
+from lit_dpret.privacy.modes.base import Guarantee
 from lit_dpret.privacy.sampling import not_offered
 from lit_dpret.privacy.user_code import is_library
 from lit_dpret.privacy.user_generators import kept_generators
@@ -151,6 +152,21 @@ def _is_private_module(run: Candidate) -> None:
             "from PrivateModule, or wrap it with make_private.",
             trap="T7",
         )
+    mode = run.module.privacy
+    if (guarantee := getattr(mode, "guarantee", None)) not in get_args(Guarantee):
+        raise ConfigurationError(
+            f"{type(mode).__name__}.guarantee={guarantee!r} is not one of {', '.join(get_args(Guarantee))}, so it is "
+            "unknown what to check."
+        )
+
+
+def _declares_names(run: Candidate) -> None:
+    for source in (run.module, *run.callbacks):
+        if isinstance(names := getattr(source, "public_metrics", ()), str):
+            raise ConfigurationError(
+                f"{type(source).__name__}.public_metrics={names!r} is one string, of which each letter would count as "
+                f"a name. Write ({names!r},)."
+            )
 
 
 def _is_built(run: Candidate) -> None:
@@ -540,6 +556,7 @@ def _has_no_refused_callback(run: Candidate) -> None:
 _SHAPE: tuple[Check, ...] = (_is_private_module, _is_built, _is_not_compiled, _states_a_law)
 _EVERY: tuple[Check, ...] = (
     _is_counted,
+    _declares_names,
     _supported_strategy,
     _takes_its_steps,
     lambda run: refuse_averages(run.trainer, run.module, run.callbacks),

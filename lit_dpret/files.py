@@ -65,6 +65,12 @@ def notes_near(given: str | Path, name: str) -> list[Path]:
     return [Path(folder) / name for folder in places if os.path.lexists(f"{folder}/{name}")]
 
 
+def linked_folders(folder: Path) -> list[Path]:
+    """Return the folders of the model files that links in ``folder`` point to."""
+    files = [path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".ckpt")]
+    return list(dict.fromkeys(file.resolve().parent for file in sorted(files) if file.is_symlink()))
+
+
 def write_whole(
     path: Path, content: str | bytes | Iterable[bytes], *, owner_only: bool = False, advice: str = ""
 ) -> Path:

@@ -7,8 +7,12 @@ run does not start unless the earlier card agrees with its ledger and with the m
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from lit_dpret.cards.lineage import Lineage
 from lit_dpret.cards.text import charges_every_unit
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
+from lit_dpret.files import linked_folders
 from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, release_from_dict
 from lit_dpret.privacy.ledger.assumptions import units_before
@@ -171,19 +176,41 @@ def model_folder(run: str | Path) -> Path:
 def places_of(model: str | Path) -> list[Path]:
     """Return the places where files that document a model's training may be.
 
-    They are its folder, the ``model/`` in it, and the ``model/`` that it is or is a part of, with the run around that.
+    They are its folder, the ``model/`` in it, and the ``model/`` that it is or is a part of, with the run around that;
+    and the same of the folders that its weights are linked from. For a model on the hub, it is the cached folder with
+    the card, ledger and note that are beside its weights; none if it has none, or if the hub cannot be asked.
     """
     folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return _cached_notes(str(model))
     places = [folder.resolve(), model_folder(folder).resolve()]
-    for place in (places[0], *list(places[0].parents)[:2]):
-        if place.name == MODEL_FOLDER:
-            places += [place, place.parent]
+    places += [target for place in tuple(places) for target in linked_folders(place)]
+    for found in tuple(places):
+        for place in (found, *list(found.parents)[:2]):
+            if place.name == MODEL_FOLDER:
+                places += [place, place.parent]
     return list(dict.fromkeys(places))
+
+
+@lru_cache(maxsize=64)
+def _cached_notes(name: str) -> list[Path]:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return []
+    from transformers.utils.hub import cached_files  # as does everything that reads a model from the hub
+
+    from lit_dpret.privacy.ledger.trained import NOTE_NAME
+
+    failures = ("gated_repo", "missing_entries", "connection_errors")
+    lenient = {f"_raise_exceptions_for_{failure}": False for failure in failures}
+    with suppress(OSError, ValueError):  # no such repository
+        found = cached_files(name, [CARD_NAME, LEDGER_NAME, NOTE_NAME], **lenient) or []
+        return list(dict.fromkeys(Path(file).parent for file in found))
+    return []
 
 
 def ledgers_of(model: str | Path) -> list[Path]:
     """Return the run ledgers in these places."""
-    return [ledger for place in places_of(model) if (ledger := place / LEDGER_NAME).is_file()]
+    return [ledger for place in places_of(model) if os.path.lexists(ledger := place / LEDGER_NAME)]
 
 
 def traces_of_training(model: str | Path) -> Iterator[tuple[Path, str]]:
@@ -194,17 +221,16 @@ def traces_of_training(model: str | Path) -> Iterator[tuple[Path, str]]:
     """
     from lit_dpret.privacy.ledger.trained import NOTE_NAME, noted_in  # it needs torch, and verification imports this
 
-    folder = Path(model).expanduser()
-    for place in places_of(folder):
-        if (place / CARD_NAME).is_file():
+    for place in places_of(model):
+        if os.path.lexists(place / CARD_NAME):
             yield place / CARD_NAME, str(read_card(place)["claim"]["guarantee"])
         yield from ((place / NOTE_NAME, run.privacy) for run in sorted(noted_in(place)))
-        if (ledger := place / LEDGER_NAME).is_file():
+        if os.path.lexists(ledger := place / LEDGER_NAME):
             records = PrivacyLedger.read(ledger).records
             yield from ((ledger, str(plan["mode"])) for plan in plans_of(records))
             if (behind := private_start(records)) is not None:
                 yield ledger, behind[1]
-    if (above := card_above(folder)) is not None:
+    if (folder := Path(model).expanduser()).is_dir() and (above := card_above(folder)) is not None:
         yield above, str(read_card(above)["claim"]["guarantee"])
 
 

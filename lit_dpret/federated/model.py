@@ -83,9 +83,7 @@ def start_of(make: Callable[..., AS2DualEncoder]) -> Weights:
 
 def refuse_private_start(make: Callable[..., AS2DualEncoder]) -> None:
     """Refuse an encoder trained on private data for a federation with a budget."""
-    place = Path(str(getattr(make, "encoder", PLANTED))).expanduser()
-    if not place.is_dir():
-        return
+    place = str(getattr(make, "encoder", PLANTED))
     if next(traces_of_training(place), None) is not None:
         raise ConfigurationError(
             f"federated.model.encoder={place} was trained on private data, which no silo's epsilon counts. Start from "

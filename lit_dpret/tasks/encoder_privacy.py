@@ -22,7 +22,7 @@ def refuse_trained(make: Any, argument: str, knob: str) -> None:
     A factory that names no folder is checked when its model is trained.
     """
     given = getattr(make, "keywords", {}).get(argument)
-    if not isinstance(given, (str, Path)) or not Path(given).expanduser().is_dir():
+    if not isinstance(given, (str, Path)):
         return
     if (trace := next(traces_of_training(given), None)) is not None:
         raise ConfigurationError(
@@ -35,7 +35,7 @@ def refuse_trained(make: Any, argument: str, knob: str) -> None:
 def privacy_of_encoder(encoder: str | Path | None, model: Any = None) -> str:
     """Return the privacy of a row whose encoder, already built as ``model`` or not, was not trained here."""
     place = None if encoder is None else Path(encoder).expanduser()
-    found = set() if place is None or not place.is_dir() else {privacy for _, privacy in traces_of_training(place)}
+    found = set() if encoder is None else {privacy for _, privacy in traces_of_training(encoder)}
     found |= set() if model is None else {run.privacy for run in runs_behind(model)}
     if not found:  # finding no trace of ours does not exclude training by other programs
         return PUBLIC if str(encoder) in ("minilm", "public_t5") else UNKNOWN

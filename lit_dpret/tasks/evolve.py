@@ -167,8 +167,7 @@ class Evolve(SetDrawing):
                 f"task=evolve asks a language model for queries, but {type(module).__name__} writes none. Choose "
                 "model=generator."
             )
-        place = Path(module.pretrained).expanduser()
-        trace = next(traces_of_training(place), None) if place.is_dir() else None
+        trace = next(traces_of_training(module.pretrained), None)
         behind = sorted(runs_behind(module))
         if trace is not None or behind:
             told, privacy = trace if trace is not None else (behind[0].folder or "this process", behind[0].privacy)

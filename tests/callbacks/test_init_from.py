@@ -277,6 +277,33 @@ def test_no_other_way_to_write_the_folder_hides_a_private_start(
         read_start(tower, public=True)
 
 
+def test_links_to_private_weights_and_a_name_on_the_hub_hide_no_private_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "parent")
+    inner, linked, broken = tmp_path / "parent" / "model", tmp_path / "linked", tmp_path / "broken"
+    (inner / "model.safetensors").write_bytes(b"")
+    for folder in (linked, broken):
+        folder.mkdir()
+    (linked / "model.safetensors").symlink_to(inner / "model.safetensors")
+    (broken / "privacy_card.json").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    cached = tmp_path / "cache" / "models--me--private"
+    shutil.copytree(tmp_path / "parent", cached / "snapshots" / "abc", ignore=shutil.ignore_patterns("checkpoints"))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    for number, name in enumerate((str(linked), str(broken), "me/private")):
+        module = Saved(privacy=dp(tmp_path, noise_multiplier=4.0))
+        module.pretrained = name
+        with pytest.raises(ConfigurationError, match="carries a privacy card"):
+            fit(tmp_path / str(number), module, Numbers(sampling="poisson"), steps=4)
+    with pytest.raises(ConfigurationError, match=r"init_from_is_public"):
+        read_start(linked, public=True)
+    module.pretrained = "me/public"
+    fit(tmp_path / "public", module, Numbers(sampling="poisson"), steps=1)
+
+
 @pytest.mark.costly
 def test_a_data_set_counts_the_model_that_a_run_starts_from_once(tmp_path: Path) -> None:
     ledger = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 50.0}

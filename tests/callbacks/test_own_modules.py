@@ -18,7 +18,7 @@ from stand_ins import CALIBRATED, Numbers, Regression, StopAfter, Units, dp, fit
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card, write_card
 from lit_dpret.cards.file import checksum
 from lit_dpret.cards.verification import verify_chain
@@ -346,3 +346,71 @@ def test_a_step_that_calls_its_base_is_one_update(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as found:
         fit(tmp_path / "more", HalvedAndMore(privacy=dp(tmp_path)), steps=3)
     assert found.value.trap == "T7"
+
+
+# -- what a stranger's mode, callback and DataModule declare ---------------------------------------
+
+
+class Misspelt(DPSGD):
+    guarantee = "approximate_dp"  # type: ignore[assignment]
+
+
+class Unclaimed(DPSGD):
+    guarantee = "none"
+
+
+@pytest.mark.parametrize("mode", [Misspelt, Unclaimed])
+def test_a_mode_whose_guarantee_is_unknown_or_that_plans_without_one_is_refused(mode: Any, tmp_path: Path) -> None:
+    given = dp(tmp_path)
+    with pytest.raises(ConfigurationError, match=rf"{mode.__name__}.*guarantee"):
+        fit(tmp_path / "run", Regression(privacy=mode(eps=given.eps, delta=given.delta)), steps=2)
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize("of", ["module", "callback"])
+def test_names_of_public_numbers_that_are_one_string_are_refused(of: str, tmp_path: Path) -> None:
+    module, callback = Regression(privacy=dp(tmp_path)), L.Callback()
+    (module if of == "module" else callback).public_metrics = "steps"
+    with pytest.raises(ConfigurationError, match=r"public_metrics='steps'"):
+        fit(tmp_path / "run", module, steps=2, extra=[callback])
+
+
+class OfUsers(Numbers):
+    """Its units know no users."""
+
+    def train_units(self) -> Any:
+        return _Plain()
+
+
+class _Plain:
+    def __len__(self) -> int:
+        return 200
+
+    def rows(self, unit: int) -> list[Any]:
+        return [unit]
+
+
+def test_a_bound_on_units_of_a_user_is_trusted_where_the_data_name_no_user(tmp_path: Path) -> None:
+    fit(tmp_path / "run", Regression(privacy=dp(tmp_path, max_units_per_user=3)), OfUsers(), steps=2,
+        extra=[PrivacyCard()])  # fmt: skip
+    assert read_card(tmp_path / "run")["claim"]["max_units_per_user"] == 3
+
+
+class Storing(Regression):
+    stored_as = ""
+
+    def save_model(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(self.state_dict(), folder / self.stored_as)
+
+
+def test_a_card_does_not_list_the_weights_of_another_run(tmp_path: Path) -> None:
+    def trained(name: str) -> None:
+        counting = [PrivacyAccountant(run_dir=tmp_path / name), PrivacyCard(run_dir=tmp_path / "out")]
+        module = Storing(privacy=dp(tmp_path, noise_multiplier=4.0))
+        module.stored_as = f"{name}.pt"
+        fit(tmp_path / name, module, steps=2, callbacks=counting)
+
+    trained("one")
+    with pytest.raises(ConfigurationError, match=r"callbacks\.card\.run_dir"):
+        trained("two")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import pickle
 import sys
 from collections import deque
@@ -370,7 +371,7 @@ def noted_in(folder: Path) -> frozenset[TrainedIn]:
     place = folder.resolve()
     found: set[TrainedIn] = set()
     for path in (place / NOTE_NAME, place.parent / NOTE_NAME):
-        if path.is_file():
+        if os.path.lexists(path):  # a broken link cannot be read, and is refused
             try:
                 found |= noted(json.loads(path.read_text(encoding="utf-8")))
             except (OSError, ValueError, TypeError, AttributeError) as error:

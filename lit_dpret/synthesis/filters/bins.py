@@ -193,7 +193,7 @@ def require_public_encoder(encoder: str, is_public: bool, *, knob: str) -> tuple
     ``knob`` is the setting that names the encoder; with ``_is_public`` appended, it is the declaration.
     """
     folder = Path(str(encoder)).expanduser()
-    if folder.is_dir() and (trace := next(traces_of_training(folder), None)) is not None:
+    if (trace := next(traces_of_training(encoder), None)) is not None:
         raise PrivateDataError(
             f"{knob}={encoder} was trained in a run of this package, as {trace[0]} shows, so its bins could reveal "
             "private queries. Use minilm or another public encoder."

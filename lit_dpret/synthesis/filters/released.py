@@ -241,7 +241,7 @@ def require_covered(
             f"{knob}={model} is part of an artefact described by {above}, without its card. Use the whole folder with "
             "the card."
         )
-    if folder.is_dir() and (trace := next(traces_of_training(folder), None)) is not None:
+    if (trace := next(traces_of_training(model), None)) is not None:
         raise PrivateDataError(
             f"{knob}={model} lost its privacy card, and {trace[0]} shows that a run trained it (privacy={trace[1]}). "
             "Use the whole folder that the run wrote, or a public model."
