@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import lightning as L
 import torch
@@ -63,7 +63,6 @@ from lit_dpret.cards.file import (
 from lit_dpret.cards.start import Start
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ledger.gate import no_accountant, refuse_other_sums
-from lit_dpret.privacy.modes.base import Guarantee
 from lit_dpret.privacy.sampling import not_offered
 from lit_dpret.privacy.user_code import is_library
 from lit_dpret.privacy.user_generators import kept_generators
@@ -151,12 +150,6 @@ def _is_private_module(run: Candidate) -> None:
             f"{type(run.module).__name__} is not a PrivateModule: the accountant could not see its releases. Derive it "
             "from PrivateModule, or wrap it with make_private.",
             trap="T7",
-        )
-    mode = run.module.privacy
-    if (guarantee := getattr(mode, "guarantee", None)) not in get_args(Guarantee):
-        raise ConfigurationError(
-            f"{type(mode).__name__}.guarantee={guarantee!r} is not one of {', '.join(get_args(Guarantee))}, so it is "
-            "unknown what to check."
         )
 
 
