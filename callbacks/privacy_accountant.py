@@ -71,8 +71,8 @@ class PrivacyAccountant(RunLedgers):
         - No noise is drawn before the ledger on disk records it.
         - The step that would overspend is refused by an exception before it runs, even if it is the
           first; ``min_epochs`` and ``min_steps`` cannot overrule this.
-        - After a crash, epsilon is never less than was spent. A step is repeated under its old
-          noise only if the state before it and its clipped sum are bit for bit the same.
+        - After a crash, epsilon is never less than was spent, if the ledger is the newest one. A step is
+          repeated under its old noise only if the state before it and its clipped sum are bit for bit the same.
         - Under a claim, weights that another run is known to have trained on private data are refused, however they
           came into the module, unless ``init_from`` names a run that counts them. So is every checkpoint of another
           run.

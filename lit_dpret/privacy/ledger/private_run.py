@@ -326,7 +326,8 @@ class PrivateRun:
         if must_be_known and position.steps_done > 0 and not known:
             raise ResumeError(
                 f"The checkpoint was taken after step {position.steps_done} of attempt {position.attempt}, which the "
-                "ledger does not know: the ledger is older than the checkpoint. Restore both from one moment."
+                "ledger does not know: the ledger is older than the checkpoint. Put the newest ledger back; an older "
+                "checkpoint is fine."
             )
 
     def resume_or_begin_attempt(self, step: int, state: Callable[[], str] | None) -> None:
