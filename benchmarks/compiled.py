@@ -36,13 +36,16 @@ def with_compiled_norms(step: Any) -> Any:
     import torch
     import torch._dynamo.config
 
-    from lit_dpret.privacy.clipping import ghost
+    from lit_dpret.privacy.clipping.certificate import Bounds
 
     torch._dynamo.config.recompile_limit = 64  # a program for each shape of weights and inputs
-    compiled = torch.compile(ghost.certified, dynamic=False)
+    compiled = torch.compile(Bounds.of_products, dynamic=False)
+
+    def of_products(self: Bounds, layers: Any, **settings: Any) -> None:
+        compiled(self, list(layers), **settings)
 
     def changed() -> None:
-        with patch.object(ghost, "certified", compiled):
+        with patch.object(Bounds, "of_products", of_products):
             step()
 
     return changed

@@ -88,8 +88,9 @@ def measured(model: Any, losses: Callable[[], Any], rows: int) -> dict[str, Any]
                 for one in (one for group in batch.groups for one in group.split(1)):
                     gradient = unit_gradients(uses, engine.parameters[parameter].shape, one, torch.float64)
                     one.add_to(exact, gradient.square().sum()[None])
-            _, vague, _ = engine._norms(contributions, {}, seen, batch)
-            shares = (engine._certified(contributions, {}, batch).norms() / exact.sqrt()).tolist()
+            written = engine._write_out(contributions, batch)
+            _, vague, _ = engine._norms(contributions, written, seen, batch)
+            shares = (engine._certified(contributions, written, batch).norms() / exact.sqrt()).tolist()
         engine.add(losses, units, real)
         sums = engine.take()
         if name == "ghost":

@@ -83,7 +83,7 @@ def clip_factors(norms: Tensor, *, max_grad_norm: float, clip: ClipName, gamma: 
         - A norm that is not finite gets factor zero, and so does one whose factor would be below 1e-30.
     """
     factors = (max_grad_norm / norms).clamp(max=1.0) if clip == "abadi" else max_grad_norm / (norms + gamma)
-    return torch.where(norms.isfinite() & (factors >= LEAST_FACTOR), factors, torch.zeros_like(factors))
+    return torch.where((norms < math.inf) & (factors >= LEAST_FACTOR), factors, 0)
 
 
 def accumulator_dtype(parameter: Tensor) -> torch.dtype:
@@ -126,7 +126,7 @@ def check_losses(losses: Tensor, rows: int) -> None:
 def broken_units(losses: Tensor, batch: UnitRows) -> Tensor:
     """Return which real units have a loss that is not finite, ``(units,)``."""
     broken = torch.zeros(batch.units, dtype=torch.int32, device=losses.device)
-    broken.index_add_(0, batch.unit_of_row, (~losses.isfinite()).int())
+    broken.index_add_(0, batch.unit_of_row, (~(losses.abs() < math.inf)).int())
     return (broken > 0) & batch.real
 
 
@@ -310,17 +310,23 @@ class ClippedSum(ABC):
         """Return clip factors for norms of ``(groups, units)``; one broken group drops the whole unit."""
         factors = clip_factors(norms, max_grad_norm=self.target, clip=self.clip, gamma=self.gamma)
         # All groups or none: a unit that is broken in one layer cannot be trusted in another.
-        return torch.where((factors > 0).all(0), factors, torch.zeros_like(factors))
+        return factors * (factors > 0).all(0)
 
-    def stats(self, norms: Tensor, batch: UnitRows, present: Tensor | None = None) -> ClipStats:
-        """Count clipped, dropped and other real units, given norms and ``present`` gradients of ``(groups, units)``."""
+    def stats(
+        self, norms: Tensor, batch: UnitRows, present: Tensor | None = None, factors: Tensor | None = None
+    ) -> ClipStats:
+        """Count clipped, dropped and other real units.
+
+        All arguments are given for ``(groups, units)``: norms, which units have a gradient, and the `factors` of the
+        norms, which may be zero for a masked slot.
+        """
         present = norms > 0 if present is None else present
-        kept = (self.factors(norms) > 0).any(0)
+        kept = ((self.factors(norms) if factors is None else factors) > 0).any(0) & batch.real
         above = (norms > self.bound).any(0)
         return ClipStats(
             norms=torch.where(batch.real, torch.linalg.vector_norm(norms, dim=0), 0.0),
-            clipped=(kept & above & batch.real).sum(),
-            within=(kept & ~above & present.any(0) & batch.real).sum(),
+            clipped=(kept & above).sum(),
+            within=(kept & ~above & present.any(0)).sum(),
             non_finite=(~kept & batch.real).sum(),
         )
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from lit_dpret.privacy.clipping.contributions import (
     Contribution,
     Dense,
     Lookup,
+    Outer,
     Product,
     _block,
     _cat,
@@ -42,6 +44,9 @@ _FEW = 1e-11
 _ROW, _AT_ONCE = 256, 4096
 
 
+_FACTS = ("estimate", "error", "moved", "sizes")
+
+
 @dataclass
 class Certified:
     """The certain facts about the gradients of some parameters: one value for each slot of a batch, in float64."""
@@ -51,27 +56,40 @@ class Certified:
     moved: Tensor  # upper bound on the squared norm by which norm and sum may also be off, over the factor
     sizes: Tensor  # upper bound on the sizes of terms, which bounds absolute errors
     least: float  # the absolute error of an operation, the largest of all formats in use
-    relative: float = 0.0  # the share of the estimate, and ...
-    absolute: float = 0.0  # ... the absolute amount, that the rounding of lengths may have lost
-    pairs: float = 0.0  # what is to be added to `sizes` where products were added up in pairs ...
-    positions: float = 0.0  # ... and for sums
+    # Numbers, or one for each group of parameters where several are `together`.
+    relative: Any = 0.0  # the share of the estimate, and ...
+    absolute: Any = 0.0  # ... the absolute amount, that the rounding of lengths may have lost
+    pairs: Any = 0.0  # what is to be added to `sizes` where products were added up in pairs ...
+    positions: Any = 0.0  # ... and for sums
 
     @classmethod
     def zeros(cls, units: int, device: torch.device, *, least: float = FORMATS["float32"].tiny) -> Certified:
         estimate, error, moved, sizes = torch.zeros(4, units, dtype=torch.float64, device=device)
         return cls(estimate, error, moved, sizes, least)
 
+    @classmethod
+    def together(cls, groups: Sequence[Certified]) -> Certified:
+        """Return the facts about several groups of parameters, with values of (groups, slots)."""
+        facts = [(each.relative, each.absolute, each.pairs, each.positions) for each in groups]
+        numbers: Any = facts[0]
+        if len(groups) > 1:
+            numbers = torch.tensor(facts, dtype=torch.float64, device=groups[0].estimate.device).T[:, :, None]
+        estimate, error, moved, sizes = (_stack([getattr(each, name) for each in groups]) for name in _FACTS)
+        return cls(estimate, error, moved, sizes, groups[0].least, *numbers)
+
     def norms(self) -> Tensor:
         """Return an upper bound on the norm, plus what a sum may miss of factor times gradient, over the factor."""
         tiny = 4 * self.least * (self.sizes + self.pairs).square() + self.absolute
         # Scale both: with the error of a tied weight, whose estimate may be below zero, no part is negative.
         squares = (self.estimate + self.error) * (1 + self.relative) + tiny
-        return squares.clamp(min=0).sqrt() + self.moved.sqrt()
+        found: Tensor = squares.clamp(min=0).sqrt() + self.moved.sqrt()
+        return found
 
     def tiny(self) -> Tensor:
         """Return what else a sum may miss of factor times gradient, whatever the factor is."""
         found = 4 * self.least * (self.sizes + self.positions)
-        return found.masked_fill(self.sizes > LARGE, math.inf)
+        whole: Tensor = found.masked_fill(self.sizes > LARGE, math.inf)
+        return whole
 
     def present(self, norms: Tensor) -> Tensor:
         """Return which units have a gradient: whose ``norms`` exceed what absolute errors alone can add up to.
@@ -79,7 +97,8 @@ class Certified:
         For a gradient of zero they add up to at most 2^-60 times the sizes: the amount by which lengths are enlarged
         (`_rounding_of_lengths`), times shares that are below one, and what small products may lose.
         """
-        return norms > 2.0**-58 * (self.sizes + self.pairs + self.positions) + 2 * math.sqrt(self.absolute)
+        least: Tensor = 2.0**-58 * (self.sizes + self.pairs + self.positions) + 2 * self.absolute**0.5
+        return norms > least
 
     def note_lengths(self, form: Format, up: float, floor: float) -> None:
         """Record that (n + floor) times ``up`` bounds a norm whose computed value n goes into the estimate."""
@@ -97,10 +116,58 @@ class Certified:
         self.positions += width * terms
 
 
+#: Inputs (n x folds, positions, in) of linear weights, and the output gradients (n x folds, positions, out) of each.
+Layer = tuple[Tensor, Sequence[Tensor]]
+#: Elements of Gram matrices at a time, which wait for those of other layers; small on a CPU, whose caches hold them.
+_TOGETHER = {"cpu": 1 << 18}
+
+
+class Waiting:
+    """Linear weights that wait for others, so that one operation bounds the gradients of many.
+
+    Args:
+        recorded: The number of elements of inputs and output gradients, of which Gram matrices may take a small part.
+    """
+
+    def __init__(self, recorded: int) -> None:
+        self._recorded = recorded
+        self._layers: dict[tuple[object, ...], tuple[Bounds, int, list[Callable[[], Layer]]]] = {}
+
+    def add(
+        self, bounds: Bounds, layer: Callable[[], Layer], positions: int, matrix: tuple[int, int], *, more: int
+    ) -> None:
+        """Add a layer whose weights, above each other, are a ``matrix`` (out, in), with the sizes of `of_products`."""
+        device, pairs = bounds.group.units.device, _prefers_gram(positions, *matrix)
+        step = _step(positions, device) if pairs else positions
+        key = bounds.form, id(bounds.group), positions, pairs, more
+        _, _, layers = self._layers.setdefault(key, (bounds, more, []))
+        layers.append(layer)
+        # Two matrices for each layer, and once more while they are joined.
+        elements = 4 * len(layers) * len(bounds.group.units) * positions * positions if pairs else 0
+        room = _TOGETHER.get(device.type) or max(chunk_of(device), self._recorded // 16)
+        if step < positions or elements >= room:
+            del self._layers[key]
+            bounds.of_products((layer() for layer in layers), more=more)
+
+    def add_all(self) -> None:
+        """Add what is certain about all layers that still wait."""
+        for bounds, more, layers in self._layers.values():
+            bounds.of_products((layer() for layer in layers), more=more)
+        self._layers.clear()
+
+
 def certified(
-    parameters: Sequence[Sequence[Contribution]], shape: torch.Size, batch: UnitRows, form: Format, into: Certified
+    parameters: Sequence[Sequence[Contribution]],
+    shape: torch.Size,
+    batch: UnitRows,
+    form: Format,
+    into: Certified,
+    waiting: Waiting | None = None,
 ) -> None:
-    """Add what is certain about the gradients of one parameter, or of linear weights with equal inputs (`by_input`)."""
+    """Add what is certain about the gradients of one parameter, or of linear weights with equal inputs (`by_input`).
+
+    Linear weights may be left ``waiting`` instead; its `add_all` must then be called.
+    """
     outers = [[use for use in uses if isinstance(use, Product)] for uses in parameters]
     lookups = [use for use in parameters[0] if isinstance(use, Lookup)]
     mixed = any(isinstance(use, Dense) for use in parameters[0]) or len({use.groups for use in outers[0]}) > 1
@@ -113,20 +180,30 @@ def certified(
         if mixed:
             bounds.of_written(parameters[0], shape)
             continue
-        inputs = [use.inputs(group, form.inputs) for use in outers[0]]
-        outputs = [[use.outputs(group, form.inputs) for use in uses] for uses in outers]
-        ids, looked_up = _joined_lookups(lookups, group, form.sums) or (None, None)
-        tied = bool(inputs) and looked_up is not None
+        layer = functools.partial(_factors, outers, group, form.inputs)
         # How often a term is added to others, apart from those of its own kind: to a partial sum of each use, and then
         # to those of the other kind.
         more = len(parameters[0]) * group.rows.shape[1]
-        if inputs:
+        positions = sum(use.g.shape[1] for use in outers[0]) * group.rows.shape[1]
+        if waiting is not None and not lookups and all(isinstance(use, Outer) for use in outers[0]):
+            matrix = sum(uses[0].g.shape[2] for uses in outers), shape[1]
+            waiting.add(bounds, layer, positions, matrix, more=more)
+            continue
+        ids, looked_up = _joined_lookups(lookups, group, form.sums) or (None, None)
+        tied = bool(outers[0]) and looked_up is not None
+        if outers[0]:
             later = 0 if looked_up is None else looked_up.shape[1]
-            bounds.of_products(inputs, outputs, more=more + later, folds=outers[0][0].groups, tied=tied)
+            factors = layer()
+            bounds.of_products([factors], more=more + later, folds=outers[0][0].groups, tied=tied)
         if ids is not None and looked_up is not None:
-            more += sum(a.shape[1] for a in inputs)
-            bounds.of_lookups(ids, looked_up, shape[0], more=more, fixed=batch.fixed, tied=tied)
-            bounds.of_cross_terms(inputs, outputs[0], ids, looked_up)
+            bounds.of_lookups(ids, looked_up, shape[0], more=more + positions, fixed=batch.fixed, tied=tied)
+        if ids is not None and looked_up is not None and tied:
+            bounds.of_cross_terms(factors[0], factors[1][0], ids, looked_up)
+
+
+def _factors(outers: Sequence[Sequence[Product]], group: RowGroup, dtype: torch.dtype) -> Layer:
+    inputs = _cat([use.inputs(group, dtype) for use in outers[0]])
+    return inputs, [_cat([use.outputs(group, dtype) for use in uses]) for uses in outers]
 
 
 @dataclass(frozen=True)
@@ -137,40 +214,74 @@ class Bounds:
     form: Format
     into: Certified
 
-    def of_products(
-        self, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]],
-        *, more: int = 1, folds: int = 1, tied: bool = False,
-    ) -> None:  # fmt: skip
+    def of_products(self, layers: Iterable[Layer], *, more: int = 1, folds: int = 1, tied: bool = False) -> None:
         """Bound sums of outer products.
 
-        Values are of the format: inputs (n x folds, positions, in) for each use, outputs (n x folds, positions, out)
-        for each parameter and use. A ``tied`` squared norm is a part of a norm that may cancel.
+        Values are of the format. The weights of a layer, whose inputs are equal, are bounded as the one weight that
+        they are above each other. All layers have equally many positions, and it is faster to compare all pairs of
+        positions for each of them or for none; where Gram matrices are not computed whole there is one layer. A
+        ``tied`` squared norm is a part of a norm that may cancel.
         """
         form, into = self.form, self.into
-        a, gs = _cat(list(inputs)), [_cat(list(g)) for g in outputs]
-        positions, width, out = a.shape[1], a.shape[2], sum(g.shape[2] for g in gs)
-        # Scaled up for rounding where they are added, not one by one, which would start many kernels.
-        up, floor = _rounding_of_lengths(max(width, *(g.shape[2] for g in gs)), form)
-        of_terms = torch.stack([_raw_lengths(each, form) for each in (a, *gs)], 1).add_(floor)
-        alpha, beta = of_terms[:, :1], of_terms[:, 1:]
-        spread = torch.linalg.vector_norm(beta @ alpha.mT, dim=(1, 2), dtype=torch.float64).square_()
+        widths = list[tuple[int, list[int]]]()  # of inputs, and of the outputs of each weight
+        of_inputs, of_outputs = list[tuple[Tensor, float]](), list[tuple[Tensor, float]]()
+        grams, rows_of = list[tuple[Tensor, Tensor]](), list[Tensor]()
+        for a, gs in layers:
+            positions, width, outs = a.shape[1], a.shape[2], [g.shape[2] for g in gs]
+            widths.append((width, outs))
+            of_inputs.append((_raw_lengths(a, form), _rounding_of_lengths(width, form)[1]))
+            of_outputs += [(_raw_lengths(g, form), _rounding_of_lengths(g.shape[2], form)[1]) for g in gs]
+            pairs, step = _prefers_gram(positions, sum(outs), width), _step(positions, a.device)
+            if not pairs:
+                rows_of += _rows_of(a, gs, form)
+            elif step >= positions:
+                grams.append(_grams(a, gs, slice(positions), form))
+        count, device = len(widths), a.device
+        # As many more operations as the lengths of a layer's weights take to be added up.
+        up, _ = _rounding_of_lengths(max(max(width, *outs) + len(outs) for width, outs in widths) + 8, form)
+        floors = torch.tensor([floor for _, floor in (*of_inputs, *of_outputs)], dtype=form.sums, device=device)
+        of_terms = torch.stack([found for found, _ in (*of_inputs, *of_outputs)]).add_(floors[:, None, None])
+        # Not scaled up for rounding here, but where they are added.
+        alpha, beta = of_terms[:count], of_terms[count:]
+        if len(beta) > count:
+            member = _member([len(outs) for _, outs in widths], of_terms)
+            beta = (member @ beta.square_().flatten(1)).sqrt_().view(alpha.shape)
+        spread = (alpha * beta).sum(2, dtype=torch.float64)  # (layers, n x folds)
+        squared = spread.square()
         up_spread = up**2 * (1 + form.others(positions + 8))
         missed = _missed(form, positions + more)
-        if pairs := _prefers_gram(positions, out, width):
-            share = self._add_pairs(a, gs, alpha, beta, up=up, folds=folds)
-            self._add(into.error, spread, up_spread**2 * share, folds=folds)
+        shares = self._shares(widths, positions, device)
+        if pairs:
+            self._add_layers(into.error, squared, up_spread**2, shares[3], folds=folds)
+            alpha, beta = alpha.flatten(0, 1)[:, None], beta.flatten(0, 1)[:, None]
+            up_pairs = up**2 * (1 + form.others(2 * positions + 16))  # of the weighted sums
+            if grams:
+                b_matrix, a_matrix = (each[0] if count == 1 else torch.cat(each) for each in zip(*grams, strict=True))
+                grams.clear()
+                self._add_pairs(b_matrix, a_matrix, alpha, beta, slice(positions), up_pairs, shares, folds)
+            else:
+                for start in range(0, positions, step):
+                    rows = slice(start, start + step)
+                    self._add_pairs(*_grams(a, gs, rows, form), alpha, beta, rows, up_pairs, shares, folds)
         else:
-            square, share, *rounding = _written_out(a, gs, form)
+            square = torch.linalg.vector_norm(_cat(rows_of), dim=1, dtype=torch.float64).square_()
             self._add(into.estimate, square, folds=folds)
+            share = _gamma_of([positions], form)
+            for width, outs in widths:
+                up_row, floor = _rounding_of_lengths(width, form)
+                up_row *= 1 + sum(len(rows[0]) for rows in rows_of) * 2.0**-52  # of the sums in float64
+                rounding = up_row, floor * sum(outs) ** 0.5
+                if not tied:
+                    into.note_lengths(form, rounding[0], rounding[1] * folds**0.5)
             if tied:
-                self._add_as_square(square, spread, share * up_spread, *rounding)
+                self._add_as_square(square, squared[0], share * up_spread, *rounding)
             else:
                 missed += share
-                into.note_lengths(form, rounding[0], rounding[1] * folds**0.5)
-        self._add(into.moved, spread, (missed * up_spread) ** 2, folds=folds)
-        self._add(into.sizes, of_terms.sum((1, 2), dtype=torch.float64), up_spread * len(gs) * (width + out) ** 0.5,
-                  folds=folds)  # fmt: skip
-        into.note_terms(positions * folds * len(gs), width + out, in_pairs=pairs or tied)
+        self._add_layers(into.moved, squared, (missed * up_spread) ** 2, folds=folds)
+        self._add_layers(into.sizes, (alpha + beta).view(count, -1, positions).sum(2, dtype=torch.float64), up_spread,
+                         shares[2], folds=folds)  # fmt: skip
+        for width, outs in widths:
+            into.note_terms(positions * folds, width + sum(outs), in_pairs=pairs or tied)
 
     def of_lookups(self, ids: Tensor, g: Tensor, entries: int, *, more: int, fixed: bool, tied: bool = False) -> None:
         """Bound the gradients of an embedding: ids (n, positions), output gradients (n, positions, dim)."""
@@ -205,31 +316,25 @@ class Bounds:
         self._add(into.sizes, beta.sum(1), (1 + _FEW) * width**0.5)
         into.note_terms(positions, width, in_pairs=True)
 
-    def of_cross_terms(
-        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], ids: Tensor, looked_up: Tensor
-    ) -> None:
+    def of_cross_terms(self, a: Tensor, g: Tensor, ids: Tensor, looked_up: Tensor) -> None:
+        """Bound twice the product of the gradients of an embedding and of the linear layer that has its weight."""
         form = self.form
-        for a, g in zip(inputs, outputs, strict=True):
-            off = form.gamma(looked_up.shape[2]) + 4 * form.unit + ids.shape[1] * g.shape[1] * 2.0**-52
-            at_ids = g.to(form.sums).gather(2, ids[:, None, :].expand(-1, g.shape[1], -1))
-            cross = (a.to(form.sums) @ looked_up.mT).mul_(at_ids).sum((1, 2), dtype=torch.float64)
-            self._add(self.into.estimate, cross, 2.0)
-            by_id = (lengths(a, form)[:, None] @ at_ids.abs_())[:, 0].mul_(lengths(looked_up, form))
-            up = 1 + form.others(g.shape[1] + 64)
-            self._add(self.into.error, by_id.sum(1, dtype=torch.float64), 2 * off * up)
+        off = form.gamma(looked_up.shape[2]) + 4 * form.unit + ids.shape[1] * g.shape[1] * 2.0**-52
+        at_ids = g.to(form.sums).gather(2, ids[:, None, :].expand(-1, g.shape[1], -1))
+        cross = (a.to(form.sums) @ looked_up.mT).mul_(at_ids).sum((1, 2), dtype=torch.float64)
+        self._add(self.into.estimate, cross, 2.0)
+        by_id = (lengths(a, form)[:, None] @ at_ids.abs_())[:, 0].mul_(lengths(looked_up, form))
+        up = 1 + form.others(g.shape[1] + 64)
+        self._add(self.into.error, by_id.sum(1, dtype=torch.float64), 2 * off * up)
 
     def of_written(self, uses: Sequence[Contribution], shape: torch.Size) -> None:
-        """Bound gradients that are computed in full; those of biases and norms are sums over their rows."""
+        """Bound gradients that are computed in full."""
         form, into, group = self.form, self.into, self.group
         computed, up, floor = norms_of_each(unit_gradients(uses, shape, group, form.sums), form)
-        norms = (computed + floor) * up
         terms = sum((1 if isinstance(use, Dense) else use.g.shape[1]) * group.rows.shape[1] for use in uses)
-        if terms == 1 and isinstance(uses[0], Dense):  # nothing was added to anything
-            spread, sizes, missed = norms, norms, _missed(form, 1)
-        else:
-            of_uses = zip(*(_spread_of(use, group) for use in uses), strict=True)
-            spread, sizes = (functools.reduce(torch.add, each) for each in of_uses)
-            missed = _missed(form, terms) + form.gamma(terms)
+        of_uses = zip(*(_spread_of(use, group) for use in uses), strict=True)
+        spread, sizes = (functools.reduce(torch.add, each) for each in of_uses)
+        missed = _missed(form, terms) + form.gamma(terms)
         width = max(1, shape.numel())
         group.add_squares_to(into.estimate, computed)
         into.note_lengths(form, up, floor)
@@ -237,30 +342,44 @@ class Bounds:
         group.add_to(into.sizes, sizes, width**0.5)
         into.note_terms(terms, width, in_pairs=False)
 
+    def _shares(self, widths: Sequence[tuple[int, list[int]]], positions: int, device: torch.device) -> Tensor:
+        """Return the layers' shares, (4, layers).
+
+        These are the relative errors of the Gram matrices of inputs and of output gradients, the root of all widths,
+        and the product of both errors.
+        """
+        # The elementwise product is rounded too, and so is the float64 sum of T^2 of them and of all layers.
+        more = 2 * self.form.unit + (positions**2 + len(widths)) * 2.0**-52
+        found = []
+        for width, outs in widths:
+            gamma_a, gamma_g = _gamma_of([width], self.form) + more, _gamma_of(outs, self.form)
+            found.append((gamma_a, gamma_g, (width + sum(outs)) ** 0.5, gamma_a * gamma_g * (1 + _FEW)))
+        return torch.tensor(found, dtype=torch.float64, device=device).T
+
     def _add_pairs(
-        self, a: Tensor, gs: Sequence[Tensor], alpha: Tensor, beta: Tensor, *, up: float, folds: int
-    ) -> float:
-        """Add the squared norm from pairs, and its error; return the share of the squared spread it lacks."""
-        form, into, positions = self.form, self.into, a.shape[1]
-        of_a, of_g = _parts([a]), _parts(gs)
-        gamma_a, gamma_g = (form.gamma(max(part.shape[2] for part in parts) + len(parts)) for parts in (of_a, of_g))
-        # The elementwise product is rounded too, and so is the float64 sum of T^2 of them.
-        gamma_a = gamma_a + 2 * form.unit + positions**2 * 2.0**-52
-        up = up**2 * (1 + form.others((len(gs) + 1) * positions + 16))  # of the weighted sums
-        step = _step(positions, a.device)
-        for start in range(0, positions, step):
-            rows = slice(start, start + step)
-            b_matrix = _added([(part[:, rows], part[:, start:].mT) for part in of_g], form)
-            a_matrix = _added([(part[:, rows], part[:, start:].mT) for part in of_a], form)
-            for matrix, weights, share in ((b_matrix, alpha, gamma_a), (a_matrix, beta, gamma_g)):
-                for weighted, times in _weighted(matrix, weights, rows):
-                    self._add(into.error, weighted, times * up * share, folds=folds)
-            products = b_matrix.mul_(a_matrix)
-            square = products[:, :, : products.shape[1]].sum((1, 2), dtype=torch.float64)
-            if products.shape[1] < products.shape[2]:  # outside the diagonal block each pair counts twice
-                square = products.sum((1, 2), dtype=torch.float64).mul_(2).sub_(square)
-            self._add(into.estimate, square, folds=folds)
-        return gamma_a * gamma_g
+        self, b_matrix: Tensor, a_matrix: Tensor, alpha: Tensor, beta: Tensor, rows: slice, up: float, shares: Tensor,
+        folds: int,
+    ) -> None:  # fmt: skip
+        """Add to the squared norm what these rows of the Gram matrices of all layers give, and its error."""
+        into = self.into
+        for matrix, weights, share in ((b_matrix, alpha, shares[0]), (a_matrix, beta, shares[1])):
+            for weighted, times in _weighted(matrix, weights, rows):
+                self._add_layers(into.error, weighted.view(len(share), -1), times * up, share, folds=folds)
+        products = b_matrix.mul_(a_matrix)
+        square = products[:, :, : products.shape[1]].sum((1, 2), dtype=torch.float64)
+        if products.shape[1] < products.shape[2]:  # outside the diagonal block each pair counts twice
+            square = products.sum((1, 2), dtype=torch.float64).mul_(2).sub_(square)
+        self._add_layers(into.estimate, square.view(shares.shape[1], -1), folds=folds)
+
+    def _add_layers(
+        self, slots: Tensor, values: Tensor, scale: float = 1.0, shares: Tensor | None = None, *, folds: int = 1
+    ) -> None:
+        """Add the sum over layers of ``values``, (layers, n x folds), each times its layer's share if there are any."""
+        if shares is None:
+            whole = values[0] if len(values) == 1 else values.sum(0)
+        else:
+            whole = shares @ values.double()
+        self._add(slots, whole, scale, folds=folds)
 
     def _add(self, slots: Tensor, values: Tensor, scale: float = 1.0, *, folds: int = 1) -> None:
         self.group.add_to(slots, values if folds == 1 else values.view(-1, folds).sum(1), scale)
@@ -269,6 +388,10 @@ class Bounds:
         """Add to the error of squared norms what a norm may be off by, a share of the root of ``spread``."""
         above = (square.sqrt() + floor) * up + spread.sqrt() * share
         self._add(self.into.error, above.square() * (1 + _FEW) - square)
+
+
+def _stack(tensors: list[Tensor]) -> Tensor:
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
 
 
 def _rounding_of_lengths(width: int, form: Format) -> tuple[float, float]:
@@ -331,21 +454,38 @@ def _missed(form: Format, terms: int) -> float:
     return (form.omega + (1 + 2.0**-6) * form.gamma(form.parts * terms)) * (1 + _FEW)
 
 
-def _written_out(a: Tensor, gs: Sequence[Tensor], form: Format) -> tuple[Tensor, float, float, float]:
-    """Return the squared norm, by what share of the spread the norm may be off, and the rounding of its lengths."""
-    squares = list[Tensor]()
-    positions, width = a.shape[1:]
-    parts = -(-positions // DEPTH)
+def _rows_of(a: Tensor, gs: Sequence[Tensor], form: Format) -> list[Tensor]:
+    """Return the norms of the rows of each weight's gradient, written out: (n, out)."""
+    found = list[Tensor]()
     for g in gs:
         pairs = zip(torch.split(g, DEPTH, 1), torch.split(a, DEPTH, 1), strict=True)  # type: ignore[no-untyped-call]
         total = functools.reduce(torch.add, (arithmetic.product(part.mT, into, form) for part, into in pairs))
         # Short sums, combined in float64: one long sum of squares would drift.
-        norms = torch.linalg.vector_norm(torch.linalg.vector_norm(total, dim=2), dim=1, dtype=torch.float64)
-        squares.append(norms.square_())
-    up, floor = _rounding_of_lengths(width, form)
-    rows = sum(g.shape[2] for g in gs)
-    up *= 1 + rows * 2.0**-52  # of the sums in float64
-    return functools.reduce(torch.add, squares), form.gamma(min(positions, DEPTH) + parts), up, floor * rows**0.5
+        found.append(torch.linalg.vector_norm(total, dim=2))
+    return found
+
+
+def _grams(a: Tensor, gs: Sequence[Tensor], rows: slice, form: Format) -> tuple[Tensor, Tensor]:
+    """Return these rows of the Gram matrices of output gradients and of inputs, from the first of them on."""
+    start = rows.start or 0
+    of_g, of_a = (
+        _added([(part[:, rows], part[:, start:].mT) for part in _parts(tensors)], form) for tensors in (gs, [a])
+    )
+    return of_g, of_a
+
+
+def _gamma_of(widths: Sequence[int], form: Format) -> float:
+    """Return the relative error of a sum over these widths, `DEPTH` at a time."""
+    return form.gamma(min(max(widths), DEPTH) + sum(-(-width // DEPTH) for width in widths))
+
+
+def _member(counts: Sequence[int], like: Tensor) -> Tensor:
+    """Return which of the weights, in the order of their layers, belong to each layer: (layers, weights)."""
+    found, before, total = [], 0, sum(counts)
+    for count in counts:
+        found.append([0.0] * before + [1.0] * count + [0.0] * (total - before - count))
+        before += count
+    return torch.tensor(found, dtype=like.dtype, device=like.device)
 
 
 def _weighted(matrix: Tensor, weights: Tensor, rows: slice) -> Iterator[tuple[Tensor, float]]:
@@ -353,7 +493,7 @@ def _weighted(matrix: Tensor, weights: Tensor, rows: slice) -> Iterator[tuple[Te
 
     The matrix is (n, rows, T - first row), weights are (n, sets, T).
     """
-    square, columns = matrix.shape[1], weights[:, :, rows.start :]
+    square, columns = matrix.shape[1], weights[:, :, rows.start or 0 :]
     # Rows first: a product with one column would be several times slower on a CPU.
     by_column = weights[:, :, rows] @ matrix.abs()
     for part, times in ((slice(square), 1.0), (slice(square, None), 2.0)):

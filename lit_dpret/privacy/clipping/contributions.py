@@ -2,13 +2,15 @@
 
 A use of a parameter contributes an ``Outer`` product, a ``Lookup``, a ``Convolution`` or a ``Dense`` tensor; several
 uses add up. Where a weight has fewer elements than the input and output gradient of a unit together, each unit's
-gradient is computed in full (``Written``). docs/derivations.md has the formulas and their sources.
+gradient is computed in full (``Written``), and that of a unit's only ``Dense`` use is taken as it is.
+docs/derivations.md has the formulas and their sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -215,6 +217,22 @@ def not_zero(values: Tensor) -> list[Tensor | None]:
     return [None if count == values.shape[1] else row[:count] for row, count in zip(places, counts, strict=True)]
 
 
+class Scaled:
+    """The inputs that were scaled last, for weights that share them; for the sums of one batch."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._source: Tensor | None = None  # kept, so that no other tensor takes its memory
+        self._parts: list[Tensor] = []
+
+    def of(self, inputs: Tensor, coefficients: Tensor, scale: Callable[[], Iterable[Tensor]]) -> list[Tensor]:
+        """Return what ``scale`` does, which scales ``inputs`` by ``coefficients``."""
+        places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in (inputs, coefficients)]
+        if places != self._key or not all(place for place, *_ in places):
+            self._key, self._source, self._parts = places, inputs, list(scale())
+        return self._parts
+
+
 def add_weighted(
     uses: Sequence[Contribution],
     coefficients: Tensor,
@@ -224,6 +242,7 @@ def add_weighted(
     *,
     rows: Tensor | None,
     fixed: bool = False,
+    scaled: Scaled | None = None,
 ) -> Tensor:
     """Return ``total`` plus the weighted gradients of all rows; in place if there is a total.
 
@@ -238,7 +257,8 @@ def add_weighted(
         if isinstance(use, Outer):
             a, g = _kept(use.a, rows), _kept(use.g, rows)
             if a.shape[2] <= g.shape[2]:  # scale the smaller of the two
-                a = a.to(dtype) * weights[:, None, None]
+                scale = partial(_times, a, weights)
+                (a,) = scale() if scaled is None else scaled.of(use.a, coefficients, scale)
             else:
                 a, g = a.to(dtype), g.to(dtype) * weights[:, None, None]
             a, g = a.flatten(0, 1), g.flatten(0, 1)
@@ -262,11 +282,20 @@ def add_weighted(
     return torch.zeros(shape, dtype=dtype, device=coefficients.device) if total is None else total
 
 
-def unit_gradients(uses: Sequence[Contribution], shape: torch.Size, group: RowGroup, dtype: torch.dtype) -> Tensor:
-    """Return the materialised gradients of a group's units: (n, *shape)."""
+def _times(tensor: Tensor, weights: Tensor) -> tuple[Tensor]:
+    return (tensor.to(weights.dtype) * weights[:, None, None],)
+
+
+def unit_gradients(
+    uses: Sequence[Contribution], shape: torch.Size, group: RowGroup, dtype: torch.dtype, into: Tensor | None = None
+) -> Tensor:
+    """Return the materialised gradients of a group's units, (n, *shape), written ``into`` a tensor if there is one."""
     n = len(group.units)
+    if into is not None and not all(isinstance(use, Outer) for use in uses):
+        return into.copy_(unit_gradients(uses, shape, group, dtype))
     if isinstance(uses[0], Outer):
-        total, uses = uses[0].outputs(group, dtype).mT @ uses[0].inputs(group, dtype), uses[1:]
+        total = torch.bmm(uses[0].outputs(group, dtype).mT, uses[0].inputs(group, dtype), out=into)
+        uses = uses[1:]
     elif isinstance(uses[0], Dense):
         total, uses = group.join(uses[0].value[:, None]).to(dtype).sum(1), uses[1:]
     else:
@@ -287,6 +316,15 @@ def unit_gradients(uses: Sequence[Contribution], shape: torch.Size, group: RowGr
 
 def _kept(tensor: Tensor, rows: Tensor | None) -> Tensor:
     return tensor if rows is None else tensor.index_select(0, rows)
+
+
+def above_each_other(tables: Sequence[tuple[Sequence[Lookup], torch.Size]]) -> tuple[list[Lookup], torch.Size]:
+    """Return the lookups in tables of one width as those in one table, which holds them one after the other."""
+    found, entries = list[Lookup](), 0
+    for uses, shape in tables:
+        found += [Lookup(use.ids + entries if entries else use.ids, use.g) for use in uses]
+        entries += shape[0]
+    return found, torch.Size((entries, tables[0][1][1]))
 
 
 def _joined_lookups(lookups: list[Lookup], group: RowGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -336,27 +374,51 @@ ROOM = 1.25
 
 @dataclass(frozen=True)
 class Written:
-    """The gradients of a group's units, in a batch of fixed shape or not: ``value`` is (n, *shape of the parameter)."""
+    """The gradients of a group's units, of several parameters side by side: ``value`` is (n, all their elements)."""
 
     group: RowGroup
     value: Tensor
-    fixed: bool = False
+    shapes: Mapping[str, torch.Size]  # of the parameters, in the order of their elements
+    fixed: bool = False  # whether the batch has a fixed shape
+    # Whether the parameters are so small that their sums may be held twice, to be added by one operation.
+    together: bool = False
 
-    def add_to(self, total: Tensor | None, factors: Tensor, *, all_count: bool) -> Tensor:
-        """Return ``total`` plus the gradients, each times its unit's factor; zero factors are skipped."""
+    def apart(self) -> Iterator[tuple[str, Written]]:
+        """Yield the gradients of each parameter, as a view."""
+        place = 0
+        for name, shape in self.shapes.items():
+            yield name, Written(self.group, self.value[:, place : place + shape.numel()], {name: shape}, self.fixed)
+            place += shape.numel()
+
+    def add_to(self, sums: dict[str, Tensor], factors: Tensor, *, all_count: bool) -> None:
+        """Add the gradients, each times its unit's factor, to the sums by name; zero factors are skipped."""
         weights = self.group.of(factors).to(self.value.dtype)
         value = self.value
         if self.fixed:
-            kept = (weights != 0).view(-1, *[1] * (value.dim() - 1))
-            value = torch.where(kept, value, torch.zeros_like(value))
+            value = torch.where((weights != 0)[:, None], value, torch.zeros_like(value))
         elif not all_count:
             keep = weights.nonzero().flatten()
             value, weights = value[keep], weights[keep]
-        if total is None or self.fixed:  # XLA has no addmv, and computes in place whatever it can
-            found: Tensor = torch.tensordot(weights, value, dims=1)
-            return found if total is None else total.add_(found)
-        total.view(-1).addmv_(value.flatten(1).T, weights)
-        return total
+        block = Written(self.group, value, self.shapes, self.fixed)
+        for one in [block] if self.together else [one for _, one in block.apart()]:
+            one._add(sums, weights)
+
+    def _add(self, sums: dict[str, Tensor], weights: Tensor) -> None:
+        value = self.value
+        if not self.fixed and len(self.shapes) == 1 and sums.keys() >= self.shapes.keys():  # XLA has no addmv
+            sums[next(iter(self.shapes))].view(-1).addmv_(value.T, weights)
+            return
+        parts = torch.split(  # type: ignore[no-untyped-call]
+            torch.tensordot(weights, value, dims=1), [shape.numel() for shape in self.shapes.values()]
+        )
+        found = {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        old = [name for name in found if name in sums]
+        new = [name for name in found if name not in sums]
+        if old:
+            torch._foreach_add_([sums[name] for name in old], [found[name] for name in old])
+        if new:  # copied, so that no sum shares its memory with others
+            sums.update((name, torch.empty_like(found[name])) for name in new)
+            torch._foreach_copy_([sums[name] for name in new], [found[name] for name in new])
 
 
 def are_small(uses: Sequence[Sequence[Contribution]], shapes: Sequence[torch.Size], batch: UnitRows) -> bool:
@@ -373,20 +435,55 @@ def are_small(uses: Sequence[Sequence[Contribution]], shapes: Sequence[torch.Siz
     return units * 4 * sum(shape.numel() for shape in shapes) <= ROOM * room
 
 
-def write_out(uses: Sequence[Contribution], shape: torch.Size, batch: UnitRows, dtype: torch.dtype) -> list[Written]:
-    """Return each unit's gradient of one parameter, in ``dtype``."""
-    patches = [
-        max(1, use.g.shape[1] * use.x.shape[2] * int(torch.Size(use.geometry.kernel).numel()))
-        for use in uses
-        if isinstance(use, Convolution)
-    ]
-    found: list[Written] = []
-    for group in batch.groups:
-        each = group.rows.shape[1] * sum(patches)
-        size = max(1, chunk_of(batch.real.device) // each) if patches else len(group.units)
-        for part in group.split(size):
-            found.append(Written(part, unit_gradients(uses, shape, part, dtype), batch.fixed))
-    return found
+def write_out(
+    contributions: dict[str, list[Contribution]], shapes: Mapping[str, torch.Size], batch: UnitRows, dtype: torch.dtype
+) -> Iterator[Written]:
+    """Yield each unit's gradients, in ``dtype``, in blocks of bounded size; the contributions are freed one by one."""
+    room = chunk_of(batch.real.device)
+    for names in _blocks(shapes, room // max(1, sum(len(group.units) for group in batch.groups))):
+        total, place = sum(shapes[name].numel() for name in names), 0
+        blocks = [(each, torch.empty(len(each.units), total, dtype=dtype, device=batch.real.device))
+                  for each in batch.groups]  # fmt: skip
+        for name in names:
+            uses, shape = contributions.pop(name), shapes[name]
+            patches = sum(
+                use.g.shape[1] * use.x.shape[2] * int(torch.Size(use.geometry.kernel).numel())
+                for use in uses
+                if isinstance(use, Convolution)
+            )
+            for group, value in blocks:
+                size = max(1, room // (group.rows.shape[1] * patches)) if patches else len(value)
+                pieces = torch.split(value[:, place : place + shape.numel()], size)  # type: ignore[no-untyped-call]
+                for part, into in zip(group.split(size), pieces, strict=True):
+                    unit_gradients(uses, shape, part, dtype, into.view(len(into), *shape))
+            place += shape.numel()
+        for group, value in blocks:
+            yield Written(group, value, {name: shapes[name] for name in names}, batch.fixed)
+
+
+def join_dense(
+    contributions: dict[str, list[Dense]], shapes: Mapping[str, torch.Size], batch: UnitRows, dtype: torch.dtype
+) -> Iterator[Written]:
+    """Yield the same for parameters with one dense use each, where every unit has one row."""
+    for names in _blocks(shapes, chunk_of(batch.real.device) // batch.rows):
+        uses = [use for name in names for use in contributions.pop(name)]
+        value = _cat([use.value.reshape(batch.rows, -1) for use in uses]).to(dtype)
+        for group in batch.groups:
+            joined = group.join(value[:, None])[:, 0]
+            yield Written(group, joined, {name: shapes[name] for name in names}, batch.fixed, together=True)
+
+
+def _blocks(shapes: Mapping[str, torch.Size], room: int) -> Iterator[list[str]]:
+    """Yield the names of parameters that have at most ``room`` elements together, or of a single one."""
+    names, left = list[str](), room
+    for name, shape in shapes.items():
+        if names and shape.numel() > left:
+            yield names
+            names, left = [], room
+        names.append(name)
+        left -= shape.numel()
+    if names:
+        yield names
 
 
 def _size(tensor: Tensor) -> int:

@@ -8,10 +8,11 @@ tensors it is computed from.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import ClassVar, Literal, Unpack, get_args
+from typing import Any, ClassVar, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +33,26 @@ from lit_dpret.privacy.clipping.base import (
     check_losses,
     refuse_batch_mixing,
 )
-from lit_dpret.privacy.clipping.certificate import Bounds, Certified, certified, norms_from_above, norms_of_each
+from lit_dpret.privacy.clipping.certificate import (
+    Bounds,
+    Certified,
+    Waiting,
+    certified,
+    norms_from_above,
+    norms_of_each,
+)
 from lit_dpret.privacy.clipping.contributions import (
     Contribution,
+    Dense,
+    Lookup,
+    Outer,
+    Scaled,
     Written,
+    above_each_other,
     add_weighted,
     are_small,
     by_input,
+    join_dense,
     not_zero,
     unit_gradients,
     write_out,
@@ -182,10 +196,10 @@ class GhostClipping(ClippedSum):
             with phase("norms"):
                 written = self._write_out(contributions, batch)
                 norms, doubtful, present = self._norms(contributions, written, losses, batch)
-                factors = torch.where(batch.real, self.factors(norms), 0)
+                factors = self.factors(norms) * batch.real
             with phase("sum"), self._all_or_nothing():
                 self._add_up(contributions, written, factors, doubtful, batch)
-        return self.stats(norms, batch, present)
+        return self.stats(norms, batch, present, factors)
 
     def _recorded(self, row_loss: RowLoss, batch: UnitRows) -> tuple[Tensor, Contributions]:
         with uncompiled(), Recorder(self._plan()) as recorder:
@@ -202,15 +216,15 @@ class GhostClipping(ClippedSum):
     def _add_up(
         self,
         contributions: Contributions,
-        written: dict[str, list[Written]],
+        written: list[Written],
         factors: Tensor,
         doubtful: Tensor,
         batch: UnitRows,
     ) -> None:
         """Add each unit's gradient times its factor; sum a doubtful unit's gradient over positions in float64."""
         # Doubtful units are added separately: their terms cancel, so the float32 sum of all rows would lose them.
-        exactly = torch.where(doubtful, factors, 0)
-        coefficients = torch.where(doubtful, 0, factors)[:, batch.unit_of_row]
+        exactly = factors * doubtful
+        coefficients = (factors * ~doubtful)[:, batch.unit_of_row]
         alone: list[UnitRows | None] = [None] * len(factors)
         rows: list[Tensor | None] = [None] * len(factors)
         all_count = [False] * len(factors)
@@ -225,20 +239,22 @@ class GhostClipping(ClippedSum):
         cast = {dtype: coefficients.to(dtype) for dtype in set(map(accumulator_dtype, self.parameters.values()))}
         weights = {dtype: factors.to(dtype) for dtype in cast}
 
-        def add(names: Sequence[str]) -> None:
+        scaled = Scaled()
+
+        def add(blocks: list[Written], names: Sequence[str]) -> None:
             # Popped one by one, so that memory falls as the sum grows.
-            for name in [name for name in names if name in written]:
-                group = self.group_of[name]
-                for part in written.pop(name):
-                    factors_of = weights[part.value.dtype][group]
-                    self._sums[name] = part.add_to(self._sums.get(name), factors_of, all_count=all_count[group])
+            while blocks:
+                block = blocks.pop(0)
+                group = self.group_of[next(iter(block.shapes))]
+                block.add_to(self._sums, weights[block.value.dtype][group], all_count=all_count[group])
             for name in [name for name in names if name in contributions]:
                 parameter, group = self.parameters[name], self.group_of[name]
                 uses, dtype = contributions.pop(name), accumulator_dtype(parameter)
                 total = self._sums.get(name)
                 total = self._add_rows(
-                    uses, cast[dtype][group], total, parameter.shape, dtype, rows=rows[group], fixed=batch.fixed
-                )
+                    uses, cast[dtype][group], total, parameter.shape, dtype, rows=rows[group], fixed=batch.fixed,
+                    scaled=scaled,
+                )  # fmt: skip
                 if (singled := alone[group]) is not None:
                     for one in (one for each in singled.groups for one in each.split(1)):
                         gradient = unit_gradients(uses, parameter.shape, one, torch.float64)[0]
@@ -246,10 +262,14 @@ class GhostClipping(ClippedSum):
                 self._sums[name] = total
 
         if self.store is None:
-            add([*written, *contributions])
+            add(written, [*contributions])
             return
+        apart: dict[str, list[Written]] = {}
+        while written:
+            for name, one in written.pop(0).apart():
+                apart.setdefault(name, []).append(one)
         for number, names in enumerate(self.store.parts):
-            add(names)
+            add([block for name in names for block in apart.pop(name, [])], names)
             self.store.add(number, self._sums)
             self._sums.clear()
 
@@ -379,29 +399,41 @@ class GhostClipping(ClippedSum):
 
     def _add_rows(
         self, uses: Sequence[Contribution], coefficients: Tensor, total: Tensor | None, shape: torch.Size,
-        dtype: torch.dtype, *, rows: Tensor | None, fixed: bool = False,
+        dtype: torch.dtype, *, rows: Tensor | None, fixed: bool = False, scaled: Scaled | None = None,
     ) -> Tensor:  # fmt: skip
-        return add_weighted(uses, coefficients, total, shape, dtype, rows=rows, fixed=fixed)
+        return add_weighted(uses, coefficients, total, shape, dtype, rows=rows, fixed=fixed, scaled=scaled)
 
     def _dtype(self, use: Use) -> torch.dtype:
         return accumulator_dtype(self.parameters[next(iter(use.site.parameters.values()))])
 
-    def _write_out(self, contributions: Contributions, batch: UnitRows) -> dict[str, list[Written]]:
-        """Remove the parameters whose unit gradients are small, and compute these gradients in full instead."""
-        found: dict[str, list[Written]] = {}
+    def _write_out(self, contributions: Contributions, batch: UnitRows) -> list[Written]:
+        """Remove the parameters whose unit gradients are small, and compute these gradients in full instead.
+
+        They are returned in blocks of one dtype and clipping group.
+        """
+        shapes = {name: self.parameters[name].shape for name in contributions}
+        one_row = all(group.rows.shape[1] == 1 for group in batch.groups)
+        alike: dict[tuple[int, torch.dtype, bool], Contributions] = {}
         for names in by_input(contributions):
-            if not are_small([contributions[n] for n in names], [self.parameters[n].shape for n in names], batch):
+            of_names = [contributions[name] for name in names]
+            # Several terms would first have to be added up, which the bounds on a sum cover.
+            dense = one_row and len(of_names[0]) == 1 and isinstance(of_names[0][0], Dense)
+            if not dense and not are_small(of_names, [shapes[name] for name in names], batch):
                 continue
             for name in names:
-                parameter = self.parameters[name]
-                found[name] = write_out(contributions.pop(name), parameter.shape, batch, accumulator_dtype(parameter))
+                key = self.group_of[name], accumulator_dtype(self.parameters[name]), dense
+                alike.setdefault(key, {})[name] = contributions.pop(name)
+        found: list[Written] = []
+        for (_, dtype, dense), uses in alike.items():
+            write: Any = join_dense if dense else write_out
+            found.extend(write(uses, {name: shapes[name] for name in uses}, batch, dtype))
         return found
 
     def _form(self, name: str, uses: Sequence[Contribution]) -> Format:
         return FORMATS["float64" if accumulator_dtype(self.parameters[name]) == torch.float64 else "float32"]
 
     def _norms(
-        self, contributions: Contributions, written: Mapping[str, list[Written]], losses: Tensor, batch: UnitRows
+        self, contributions: Contributions, written: Sequence[Written], losses: Tensor, batch: UnitRows
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return each unit's norm in each group, which units are summed in float64, and which have a gradient.
 
@@ -410,48 +442,57 @@ class GhostClipping(ClippedSum):
         its gradient, computed in full in float64. In a batch of fixed shape it is clipped by the bound instead. The
         last result is needed because the bound for a unit without a gradient is above zero.
         """
-        shape = len(self.groups), batch.units
-        norms = torch.zeros(shape, dtype=torch.float64, device=batch.real.device)
-        vague, present = torch.zeros(2, *shape, dtype=torch.bool, device=batch.real.device)
         parts = [{name: contributions[name] for name in names if name in contributions} for names in self.groups]
-        kept = [{name: written[name] for name in names if name in written} for names in self.groups]
+        kept: list[list[Written]] = [[] for _ in self.groups]
+        for block in written:
+            kept[self.group_of[next(iter(block.shapes))]].append(block)
         broken = broken_units(losses, batch)
-        for group, part in enumerate(parts):
-            found = Certified.zeros(batch.units, batch.real.device)
-            self._certified(part, kept[group], batch, found)
-            above = found.norms()
-            present[group] = found.present(above)
-            norms[group], vague[group], too_large = self._told_by(found, above)
-            if batch.fixed:  # no second look by value, for which XLA would recompile, and one length for all
-                bound = torch.maximum(norms[group], above / (1 + self.loose))
-                norms[group] = torch.where(too_large, torch.inf, bound)
-        norms = torch.where(broken, torch.nan, norms)
+        each = [Certified.zeros(batch.units, batch.real.device) for _ in parts]
+        for part, of_group, of_part in zip(parts, kept, each, strict=True):
+            self._certified(part, of_group, batch, of_part)
+        found = Certified.together(each)
+        above = found.norms()
+        present = found.present(above)
+        norms, vague, too_large = self._told_by(found, above)
+        if batch.fixed:  # no second look by value, for which XLA would recompile, and one length for all
+            norms = torch.where(too_large, torch.inf, torch.maximum(norms, above / (1 + self.loose)))
+        norms = norms.masked_fill_(broken, torch.nan)
         if batch.fixed:
             return norms, torch.zeros_like(vague), present
         vague &= batch.real & ~broken
         # Read for all groups together: each read waits for the device.
         for group in (g for g, some in enumerate(vague.any(1).tolist()) if some):
             exact = self._exact_squares(parts[group], batch.only(vague[group]))
-            for gradients in (each for of_name in kept[group].values() for each in of_name):
+            for gradients in kept[group]:
                 gradients.group.add_squares_to(exact, norms_from_above(gradients.value, FORMATS["float64"]))
             norms[group] = torch.where(vague[group], exact.sqrt(), norms[group])
         return norms, vague, present
 
-    def _certified(
-        self, part: Contributions, written: Mapping[str, list[Written]], batch: UnitRows, found: Certified
-    ) -> None:
-        for name, gradients in ((name, each) for name, of_name in written.items() for each in of_name):
-            form = self._form(name, ())
+    def _certified(self, part: Contributions, written: Sequence[Written], batch: UnitRows, found: Certified) -> None:
+        for gradients in written:
+            form = self._form(next(iter(gradients.shapes)), ())
             norms, *rounding = norms_of_each(gradients.value, form)
             gradients.group.add_squares_to(found.estimate, norms)
             found.note_lengths(form, *rounding)
-            found.note_terms(1, self.parameters[name].numel(), in_pairs=False)
+            found.note_terms(1, gradients.value.shape[1], in_pairs=False)
         by_form: dict[Format, dict[str, Sequence[Contribution]]] = {}
         for name, uses in part.items():
             by_form.setdefault(self._form(name, uses), {})[name] = uses
+        outers = [use for uses in part.values() for use in uses if isinstance(use, Outer)]
+        waiting = Waiting(sum(use.a.numel() + use.g.numel() for use in outers))
         for form, alike in by_form.items():
+            by_width: dict[int, list[tuple[Sequence[Any], torch.Size]]] = {}
+            for name in [] if batch.fixed else [*alike]:
+                if all(isinstance(use, Lookup) for use in alike[name]):
+                    shape = self.parameters[name].shape
+                    by_width.setdefault(shape[1], []).append((alike.pop(name), shape))
+            for same_width in by_width.values():
+                lookups, shape = above_each_other(same_width)
+                certified([lookups], shape, batch, form, found)
             for names in by_input(alike):
-                certified([alike[name] for name in names], self.parameters[names[0]].shape, batch, form, found)
+                each = [alike[name] for name in names]
+                certified(each, self.parameters[names[0]].shape, batch, form, found, waiting)
+        waiting.add_all()
 
     def _told_by(self, found: Certified, above: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return norms, which of them need a look in float64, and which units have values that are too large."""
@@ -460,7 +501,7 @@ class GhostClipping(ClippedSum):
         norms = found.estimate.clamp(min=0).sqrt()
         # NaN and infinity are vague too, since float64 may still give the norm.
         close = above <= (1 + self.loose) * norms + NEGLIGIBLE * self.bound
-        vague = ~(close & above.isfinite())
+        vague = ~(close & (above < math.inf))
         if self.clip == "abadi":  # a gradient that is not clipped in any case needs no closer look
             vague &= ~(above <= self.target)
         too_large = ~(found.tiny() <= NEGLIGIBLE * self.bound)

@@ -8,7 +8,8 @@ are rounded. Not measured on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import ClassVar, Unpack
 
 import torch
@@ -17,12 +18,16 @@ from torch import Tensor, nn
 from lit_dpret.privacy.clipping import arithmetic
 from lit_dpret.privacy.clipping.arithmetic import FORMATS, Format
 from lit_dpret.privacy.clipping.base import ClipSettings, RowLoss, accumulator_dtype
-from lit_dpret.privacy.clipping.contributions import Contribution, Outer, Written, _kept, add_weighted
+from lit_dpret.privacy.clipping.contributions import Contribution, Outer, Scaled, Written, _kept, add_weighted
 from lit_dpret.privacy.clipping.ghost import Contributions, GhostClipping
 from lit_dpret.privacy.clipping.units import UnitRows
 
 #: Rows of a sum that are computed by one product.
 _AT_ONCE = 8192
+
+
+def _parts(values: Tensor, weights: Tensor, form: Format) -> Iterator[Tensor]:
+    return form.split(values * weights)  # in float32
 
 
 def add_scaled(
@@ -32,13 +37,15 @@ def add_scaled(
     shape: torch.Size,
     rows: Tensor | None,
     form: Format,
+    scaled: Scaled | None = None,
 ) -> Tensor:
     """Return ``total`` plus the gradients of ``rows``, each times its coefficient, by products of the format."""
     weights = (coefficients if rows is None else coefficients[rows]).float()[:, None, None]
     for use in uses:
         a, g = _kept(use.a, rows), _kept(use.g, rows)
         scale_inputs = a.shape[2] <= g.shape[2]  # the smaller of the two
-        for part in form.split((a if scale_inputs else g) * weights):  # in float32
+        parts = partial(_parts, a if scale_inputs else g, weights, form)
+        for part in parts() if scaled is None or not scale_inputs else scaled.of(use.a, coefficients, parts):
             x, y = (g, part) if scale_inputs else (part, a)
             x, y = x.flatten(0, 1), y.flatten(0, 1)
             if total is None and shape[0] <= _AT_ONCE:
@@ -93,7 +100,7 @@ class LowPrecisionGhostClipping(GhostClipping):
             rounded[place] = values, self.low.rounded(values)
         return rounded[place][1]
 
-    def _write_out(self, contributions: Contributions, batch: UnitRows) -> dict[str, list[Written]]:
+    def _write_out(self, contributions: Contributions, batch: UnitRows) -> list[Written]:
         low = {name: uses for name, uses in contributions.items() if self._form(name, uses) is self.low}
         for name in low:
             del contributions[name]
@@ -108,12 +115,12 @@ class LowPrecisionGhostClipping(GhostClipping):
 
     def _add_rows(
         self, uses: Sequence[Contribution], coefficients: Tensor, total: Tensor | None, shape: torch.Size,
-        dtype: torch.dtype, *, rows: Tensor | None, fixed: bool = False,
+        dtype: torch.dtype, *, rows: Tensor | None, fixed: bool = False, scaled: Scaled | None = None,
     ) -> Tensor:  # fmt: skip
         outers = [use for use in uses if isinstance(use, Outer)]
         if len(outers) < len(uses) or dtype != torch.float32:
-            return add_weighted(uses, coefficients, total, shape, dtype, rows=rows, fixed=fixed)
-        return add_scaled(outers, coefficients, total, shape, rows, self.low)
+            return add_weighted(uses, coefficients, total, shape, dtype, rows=rows, fixed=fixed, scaled=scaled)
+        return add_scaled(outers, coefficients, total, shape, rows, self.low, scaled)
 
 
 class Tf32GhostClipping(LowPrecisionGhostClipping):

@@ -333,10 +333,13 @@ def contributions_of(
             return Dense(value)
         return Dense(value, summed(terms.abs()), max(1, terms.numel() // max(1, value.numel())))
 
+    def over_positions(terms: Tensor) -> Tensor:
+        return terms[:, 0].to(dtype) if terms.shape[1] == 1 else terms.sum(1, dtype=dtype)
+
     if use.function is not None:
         own = {local: module.get_parameter(local) for local in use.site.parameters}
         for local, gradient in use.function.gradients(g, use.output, own).items():
-            yield local, dense(fold(gradient, rows, layout), lambda terms: terms.sum(1, dtype=dtype))
+            yield local, dense(fold(gradient, rows, layout), over_positions)
         return
     if use.site.kind in ("linear", "transposed_linear"):
         folded = fold(g, rows, layout).reshape(rows, -1, g.shape[-1])
@@ -345,13 +348,13 @@ def contributions_of(
             inputs = fold(x, rows, layout).reshape(rows, -1, x.shape[-1])
             yield "weight", Outer(inputs, folded) if use.site.kind == "linear" else Outer(folded, inputs)
         if "bias" in trained:
-            yield "bias", dense(folded, lambda terms: terms.sum(1, dtype=dtype))
+            yield "bias", dense(folded, over_positions)
     elif isinstance(module, CONVOLUTIONS):
         g = fold(g, rows, layout).flatten(3).movedim(2, -1).reshape(rows, -1, g.shape[1])
         if "weight" in trained:
             yield "weight", Convolution(fold(_saved(use), rows, layout), g, Geometry.of(module))
         if "bias" in trained:
-            yield "bias", dense(g, lambda terms: terms.sum(1, dtype=dtype))
+            yield "bias", dense(g, over_positions)
     elif isinstance(module, nn.GroupNorm):
         g = g.to(dtype)
         if "weight" in trained:
@@ -386,7 +389,7 @@ def contributions_of(
             yield "bias", dense(g, by_place)
     elif use.site.kind == "scale":
         folded = fold(g, rows, layout).reshape(rows, -1, g.shape[-1])
-        yield "weight", dense(folded, lambda terms: terms.sum(1, dtype=dtype))
+        yield "weight", dense(folded, over_positions)
     else:
         buckets, entries = _saved(use), len(trained["weight"])
         scores = fold(g, rows, layout)

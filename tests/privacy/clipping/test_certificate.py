@@ -35,7 +35,7 @@ def each_alone(count: int) -> RowGroup:
 
 def certify(a: Tensor, gs: list[Tensor], form: Format) -> Certified:
     found = Certified.zeros(len(a), a.device)
-    Bounds(each_alone(len(a)), form, found).of_products([a], [[g] for g in gs])
+    Bounds(each_alone(len(a)), form, found).of_products([(a, gs)])
     return found
 
 
