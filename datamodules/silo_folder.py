@@ -16,6 +16,7 @@ from typing import Any
 from lit_dpret.datamodules.readers import RecordFile, parse_json_file
 from lit_dpret.datamodules.records import NOT_UNICODE, Complain, as_id, is_unicode, refuse
 from lit_dpret.datamodules.rows import SPLITS
+from lit_dpret.datamodules.splitting import DIVISION_FILE
 from lit_dpret.errors import DataError, schema_problem
 from lit_dpret.files import file_sha256, new_folder
 
@@ -97,6 +98,8 @@ class Silo:
 def write_silos(folder: str | Path, silos: Iterable[Silo], *, facts: Mapping[str, Any], knob: str = "folder") -> Path:
     """Write silos into a new folder that only its owner can read; ``facts`` go into the manifest.
 
+    If ``facts`` has the ``division`` of the log by `write_split`, each silo gets its note, which its cards repeat.
+
     Guarantees:
         - The written data read back as the same silos.
         - The folder appears whole or not at all, and nothing is ever overwritten.
@@ -109,6 +112,8 @@ def write_silos(folder: str | Path, silos: Iterable[Silo], *, facts: Mapping[str
             if silo.check().name in clients:
                 raise DataError(f"Two silos are called {silo.name!r}.", kind="repeated id")
             clients[silo.name] = write_silo(draft / CLIENTS / silo.name, silo)
+            if "division" in facts:
+                _write_json(draft / CLIENTS / silo.name / DIVISION_FILE, {"by": facts["division"]})
         if not clients:
             raise DataError(f"There is no silo to write into {folder}.", kind="empty part")
         _write_json(draft / MANIFEST, {"schema": SCHEMA, **facts, "clients": clients})

@@ -12,10 +12,12 @@ from lit_dpret.datamodules import InsuranceQADataModule, PairsDataModule
 from lit_dpret.datamodules.layouts import find_part, folder_parts
 from lit_dpret.datamodules.readers import RecordFile, parse_json_file
 from lit_dpret.datamodules.silo_folder import Silo, read_manifest, write_silos
+from lit_dpret.datamodules.splitting import divisions_of
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.federated.data import planted_silos, silos_by_article, silos_by_domain
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.data.questions import Question, read_genres, read_newsqa, squad_json
+from lit_dpret.files import query_places
 from lit_dpret.report.page import aligned
 from lit_dpret.settings import Settings, built, picked
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
@@ -91,7 +93,9 @@ class BuildSilos(Settings):
             silos, counts = silos_by_article(passages, questions, **self.sizes)
             return silos, {"left_out": left_out | counts}
         data = InsuranceQADataModule(folder=self.folder) if self.source == "insuranceqa" else self._pairs()
-        return silos_by_domain(data.collection, **self.sizes, **self.sample), {}
+        divided = sorted(divisions_of(*query_places(data)))  # text before user
+        facts = {"division": divided[0]} if divided else {}
+        return silos_by_domain(data.collection, **self.sizes, **self.sample), facts
 
     def _pairs(self) -> PairsDataModule:
         data = PairsDataModule(folder=str(self.folder), in_memory=True)

@@ -16,6 +16,7 @@ from tiny_silos import maker
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, read_silo, silo_folders, write_silos
+from lit_dpret.datamodules.splitting import write_split
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.federated.data import (
     planted_silos,
@@ -309,6 +310,16 @@ def test_planted_silos_are_built_once_and_nothing_is_overwritten(
 def test_a_source_that_cannot_be_built_is_refused_before_anything_is_read(settings: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         BuildSilos(**settings)
+
+
+def test_a_silo_of_a_log_that_was_divided_by_its_texts_says_so_on_its_cards(tmp_path: Path) -> None:
+    write_split(collection(), tmp_path / "split", public_passages=True)
+    settings = {"source": "medquad", "folder": tmp_path / "split", "clients": 2, "min_train": 2, "min_test": 1}
+    for silo in silo_folders(build(tmp_path / "run", **settings)).values():
+        assert any("divided by a hash" in one for one in SiloDataModule(folder=silo).assumptions())
+    (tmp_path / "split" / "division.json").unlink()
+    for silo in silo_folders(build(tmp_path / "again", **settings)).values():
+        assert not SiloDataModule(folder=silo).assumptions()
 
 
 def test_squad_comes_from_its_json_too(tmp_path: Path) -> None:
