@@ -193,18 +193,17 @@ class HuggingFaceDataModule(PairsDataModule):
     def _rows(self, complain: Complain) -> dict[str, list[Records]]:
         if not self.is_local:
             return self._hub_rows(complain)
-        files = _local_files(Path(self.path), self.splits, named=not self._pair_columns.split)
         return {
             split: [RecordFile(path, knob="datamodule.path", complain=complain) for path in paths]
-            for split, paths in files.items()
+            for split, paths in self._files().items()
         }
 
     def query_files(self) -> list[Path]:
         """Return the files on the local disk; none for data from the hub."""
-        if not self.is_local:
-            return []
-        files = _local_files(Path(self.path), self.splits, named=not self._pair_columns.split)
-        return [file.absolute() for paths in files.values() for file in paths]
+        return [file.absolute() for paths in self._files().values() for file in paths] if self.is_local else []
+
+    def _files(self) -> dict[str, list[Path]]:
+        return _local_files(Path(self.path), self.splits, named=not self._pair_columns.split)
 
     def _hub_rows(self, complain: Complain) -> dict[str, list[Records]]:
         if not _HUB_NAME.fullmatch(str(self.path)):

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lit_dpret.datamodules import PairsDataModule, shards
+from lit_dpret.datamodules import HuggingFaceDataModule, PairsDataModule, shards
 from lit_dpret.datamodules.cleaning import check_clean
 from lit_dpret.datamodules.records import Problems
 from lit_dpret.datamodules.shards import find_shards, open_records
@@ -240,6 +240,17 @@ def test_files_whose_card_or_note_would_be_overlooked_are_refused(
     (tmp_path / "log" / note).unlink()
     (tmp_path / note).write_text("{}")  # beside a public corpus
     module(tmp_path, pairs=f"{tmp_path}/log/pairs/*.jsonl", corpus=f"{tmp_path}/corpus*.jsonl").read_collection()
+
+
+def test_a_glob_matches_links_and_a_note_below_a_folder_that_is_read_is_found(tmp_path: Path) -> None:
+    file = written(tmp_path / "log" / "part" / "train.jsonl", PAIRS)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "a.jsonl").symlink_to(file)
+    assert len(module(tmp_path, pairs=f"{tmp_path}/links/*.jsonl").collection.queries) == len(PAIRS)
+    (file.parent / "division.json").write_text('{"by": "text"}')
+    with pytest.raises(ConfigurationError, match=r"datamodule\.pairs=.*division\.json"):
+        module(tmp_path, pairs=f"{tmp_path}/links/*.jsonl").prepare_data()
+    assert HuggingFaceDataModule(path=str(tmp_path / "log"), expected_batch_size=4).assumptions()
 
 
 @pytest.fixture
